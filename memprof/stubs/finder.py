@@ -50,10 +50,12 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self,
         assume: Callable[[str], None],
         note_write: Callable[[Any], None],
+        record_uses: Callable[[list[Any]], None],
         keep_workspace: Callable[[int, str], None],
     ) -> None:
         self._assume = assume
         self._note_write = note_write
+        self._record_uses = record_uses
         self._keep_workspace = keep_workspace
         self._chosen_packages: set[str] = set()
         self._called_packages: set[str] = set()
@@ -66,7 +68,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Context manager: imports by the program find stubs, which are removed from sys.modules afterwards."""
         sys.meta_path.append(self)
         try:
-            with tools.activate(self._note_call, self._note_write, self._keep_workspace):
+            with tools.activate(self._note_call, self._note_write, self._record_uses, self._keep_workspace):
                 yield
         finally:
             sys.meta_path.remove(self)

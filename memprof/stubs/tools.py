@@ -19,6 +19,7 @@ Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _note_call: Callable[[str], None] | None = None
 _note_write: Callable[[torch.Tensor], None] | None = None
+_record_uses: Callable[[list[torch.Tensor]], None] | None = None
 _keep_workspace: Callable[[int, str], None] | None = None
 _autotuned: set[tuple[str, Any]] = set()  # Triton kernels with the keys of their launches
 _run_objects: dict[Any, Any] = {}
@@ -32,17 +33,19 @@ _READ_BY_INSPECT = "_partialmethod"  # read by inspect.signature, which does not
 def activate(
     note_call: Callable[[str], None],
     note_write: Callable[[torch.Tensor], None],
+    record_uses: Callable[[list[torch.Tensor]], None],
     keep_workspace: Callable[[int, str], None],
 ) -> Iterator[None]:
-    """Context manager: stubs may be called. Calls `note_call` with the package of each called stub, `note_write` with
-    each tensor written in place, and `keep_workspace` with bytes and name of each workspace that is kept."""
-    global _note_call, _note_write, _keep_workspace
-    _note_call, _note_write, _keep_workspace = note_call, note_write, keep_workspace
+    """Context manager: stubs may be called. `note_call` is called with a stub's package at each call, `note_write` with
+    tensors written in place, `record_uses` with tensors that a kernel reads or writes, `keep_workspace` with bytes and
+    name of each workspace that a stub keeps."""
+    global _note_call, _note_write, _record_uses, _keep_workspace
+    _note_call, _note_write, _record_uses, _keep_workspace = note_call, note_write, record_uses, keep_workspace
     try:
         yield
     finally:
         _cleanup.close()
-        _note_call = _note_write = _keep_workspace = None
+        _note_call = _note_write = _record_uses = _keep_workspace = None
         _autotuned.clear()
         _run_objects.clear()
         in_graph.clear_calls()
@@ -80,6 +83,7 @@ def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
+        _record(*inputs)
         outputs, saved = in_graph.call_in_graph(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*saved)
@@ -92,9 +96,16 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.backward_function is None:
             raise RuntimeError("this kernel has no backward")
+        _record(*ctx.saved_tensors, *gradients)
         if in_graph.is_traced(gradients):
             return None, None, *in_graph.call_in_graph(ctx.backward_function, ctx.saved_tensors, *gradients)
         return None, None, *ctx.backward_function(ctx.saved_tensors, *gradients)
+
+
+def _record(*values: Any) -> None:
+    """Record that a kernel uses the tensors among `values`."""
+    if _record_uses is not None and not in_graph.is_traced(values):
+        _record_uses([value for value in values if isinstance(value, torch.Tensor)])
 
 
 def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
@@ -109,6 +120,7 @@ def check_on_gpu(name: str, *tensors: torch.Tensor | None) -> None:
         if tensor is not None and tensor.device.type != "cuda":
             raise RuntimeError(f"{name}: expected a tensor on CUDA, got one on {tensor.device}")
     _note_call(name.partition(".")[0])
+    _record(*tensors)
 
 
 def require(condition: bool, name: str, requirement: str) -> None:

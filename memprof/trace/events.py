@@ -348,6 +348,9 @@ class Trace:
     gpus: dict[str, bool] = field(default_factory=dict, metadata=json_name("cards"))
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+    # For each storage, the number of events before the last operator that read or wrote it; NONE: none did. Empty if
+    # uses were not recorded: a measured run, a capture of an earlier release.
+    last_uses: list[int] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
     modules: list[Module] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -374,6 +377,7 @@ class Trace:
     refused: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
+    idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)

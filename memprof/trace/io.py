@@ -33,7 +33,7 @@ _RANKS_SCHEMA = 5
 _FORMAT = "memprof capture"
 CAPTURE = FileKind("capture", "--save", lambda begin, end: _is_capture(begin))
 # Tables as long as the run: they are read row by row, without a type check of each value.
-_LONG_TABLES = ("events", "storages", "owners", "work", "times", "others")
+_LONG_TABLES = ("events", "storages", "last_uses", "owners", "work", "times", "others")
 _MEMORY_PER_BYTE = 25  # bytes of memory per byte of JSON, at most: an empty list (3 bytes of JSON) takes 64
 _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
 _CAPTURE_HINT = "give a file that `memprof profile --save` or `memprof run --save` wrote"
@@ -133,6 +133,10 @@ class _TimeRow(NamedTuple):
     time: int
 
 
+class _LastUseRow(NamedTuple):
+    event: int
+
+
 def _build_traces(document: dict[str, Any]) -> Trace:
     """Return the first rank's trace, with the other ranks in `others`; ranks marked as equal share their tables."""
     traces = [_build_trace(document)]
@@ -158,6 +162,7 @@ def _build_trace(document: dict[str, Any]) -> Trace:
         storages=rows_from_plain(Storage, document["storages"]),
         owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_OwnerRow, document["owners"])},
         work=rows_from_plain(Work, document.get("work", [])),
+        last_uses=[row.event for row in rows_from_plain(_LastUseRow, [[one] for one in document.get("last_uses", [])])],
         times=[row.time for row in rows_from_plain(_TimeRow, [[time] for time in document.get("times", [])])],
     )
     _check_references(trace)
@@ -196,6 +201,8 @@ def _check_references(trace: Trace) -> None:
     used_storages = (use.storage for use in trace.uses)
     if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used_storages)):
         raise ValueError("a failed allocation, an owner or a use points outside the table")
+    if trace.last_uses and len(trace.last_uses) != len(trace.storages):
+        raise ValueError("there is not one last use for each storage")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:
@@ -207,7 +214,9 @@ def _check_references(trace: Trace) -> None:
         if module.role is ModuleRole.LAYER:
             _ = module.number
     storage_indices = {
-        index for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in trace.holders)) for index in row
+        index
+        for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in (*trace.holders, *trace.idle_holders)))
+        for index in row
     }
     if not (
         all(0 <= index < len(trace.storages) for index in storage_indices)

@@ -146,6 +146,7 @@ class DispatchMode(DeviceState):
                     with self:
                         args, kwargs = self.cast_arguments(operator.packet, args, kwargs)
                 call = OperatorCall(func, args, kwargs or {}, self)
+                self.recorder.storages.record_uses(call.tensors)
                 updates = self.updates
                 if updates is not None and not (updates.is_watching and (call.on_gpu or "device" in call.kwargs)):
                     updates = None

@@ -67,10 +67,12 @@ class Meter:
 
     def count_collective(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
         """Count the collective `name` on `tensor`, in which this rank sends `num_bytes` to other ranks."""
+        self._recorder.storages.record_uses([tensor])
         self._count_cost((name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes))
 
     def count_kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Count a launch of the generated kernel `name`, which reads or writes each of `tensors` once."""
+        """Count a launch of a generated kernel, which reads or writes each of `tensors` once."""
+        self._recorder.storages.record_uses(tensors)
         if tensors:
             num_accessed_bytes = sum(map(_num_bytes, tensors))
             self._count_cost((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, num_accessed_bytes, 0, 0, 0))

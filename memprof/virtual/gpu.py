@@ -19,6 +19,7 @@ from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
 from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
 from memprof.watch.growth import GrowthWatch
+from memprof.watch.idle import IdleWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import is_display_statement
 from memprof.watch.updates import UpdateDetector
@@ -55,6 +56,7 @@ class VirtualGpu(Watch):
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._is_display_line: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
+        self._idle = IdleWatch(self.recorder, self._growth.search)
         self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
         self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
@@ -82,6 +84,7 @@ class VirtualGpu(Watch):
         """Return the trace of the recorded events."""
         trace = self.recorder.trace
         trace.work = self.dispatch_mode.meter.finish()
+        trace.last_uses = self.recorder.storages.list_last_uses()
         self._write_facts(trace)
         return trace
 
@@ -144,6 +147,7 @@ class VirtualGpu(Watch):
             )
         if error is None and self.phases.is_recognizing:
             self._growth.record_run_end()
+            self._idle.record_run_end()
         self._remove()
 
     def _record_unknown_read(self, tensor: torch.Tensor, message: str) -> None:
@@ -202,6 +206,7 @@ class VirtualGpu(Watch):
         self._updates.record_phase_begin(kind)
         super()._begin_recognized_phase(kind, step, micro_batch)
         self._growth.record_phase_begin(kind, in_step=self.phases.is_stepping)
+        self._idle.record_phase_begin(kind)
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)

@@ -36,7 +36,7 @@ class GrowthWatch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._search = HolderSearch(recorder)
+        self.search = HolderSearch(recorder)
         self._in_step = False  # whether an optimizer's step is running, its closure included
         self._loop_first_storage = NONE  # index of the first storage of the first step
         self._last_begun_step = 0  # the last step that began; `_last_ended_step`: the last step that ended
@@ -113,11 +113,11 @@ class GrowthWatch:
         step = self._recorder.writer.phase.step
         if step > self._last_begun_step:
             self._last_begun_step = step
-            self._search.record_step_begin()
+            self.search.record_step_begin()
 
     def _record_step_end(self) -> None:
         # A step may have several optimizers: take one sample per step.
-        self._search.record_step_end()
+        self.search.record_step_end()
         step = self._recorder.writer.phase.step
         if self._loop_first_storage == NONE or step == self._last_ended_step:
             return
@@ -128,7 +128,7 @@ class GrowthWatch:
                 self._loop_first_storage,
             )
             if not self._has_found_sums and self._step_samples.num_rounds in (2, _GrowthSamples.NUM_FIRST_ROUNDS):
-                sums = self._search.find_running_sums()
+                sums = self.search.find_running_sums()
                 self._has_found_sums = bool(sums)
                 self._recorder.trace.holders += sums
 
@@ -175,7 +175,7 @@ class GrowthWatch:
         self._searched_keys |= grown_keys
         live = self._recorder.storages.index_by_address.values()
         targets = {index: key for index, key in self._find_candidates(first_index, live) if key in grown_keys}
-        self._recorder.trace.holders += self._search.find_holders(targets)
+        self._recorder.trace.holders += self.search.find_holders(targets)
 
 
 class _GrowthSamples:

@@ -86,9 +86,10 @@ class HolderSearch:
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
-    def find_holders(self, targets: Mapping[int, object]) -> list[Holder]:
+    def find_holders(self, targets: Mapping[int, object], *, outermost: bool = False) -> list[Holder]:
         """Return the holders of the storages in `targets`, largest first. `targets` maps storage index -> group key.
 
+        A holder is the innermost object with nearly all the bytes, or the `outermost`: the trainer, not its model.
         A holder must keep most of the older storages of a group, because the newest ones are in local variables too.
         A holder that is itself a tensor must keep all of them, as in `all = torch.cat([all, out])`.
         """
@@ -111,7 +112,8 @@ class HolderSearch:
                 # If nearly all bytes of an object are in a list inside it, the list is the container that grows.
                 min_bytes = MIN_PART_FRACTION * num_bytes[id(outer)]
                 inner = [h for h in ordered if num_bytes[id(h)] >= min_bytes and h.tensors <= outer.tensors]
-                holder = min(inner, key=lambda other: other.depth)
+                choose = max if outermost else min
+                holder = choose(inner, key=lambda other: other.depth)
                 storages = {tensors[t][1] for t in holder.tensors}
                 is_tensor = issubclass(type(holder.held), torch.Tensor)
                 keys = {

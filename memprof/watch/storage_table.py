@@ -7,7 +7,7 @@ So a free is recorded when the last reference to the storage is gone, in Python,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class StorageTable:
         self._writer = writer
         self.index_by_address: dict[int, int] = {}  # Address of a living storage -> its index in the trace.
         self._ref_by_index: dict[int, _StorageRef] = {}
+        self._last_uses: dict[int, int] = {}  # By the storage's index; see `Trace.last_uses`.
         # Meta storage without memory -> device that the program sees: for empty storages on the meta device, on the
         # host, or on a GPU other than the first, and for virtual copies of real host tensors.
         self.device_by_empty_storage: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
@@ -70,6 +71,24 @@ class StorageTable:
     def is_live(self, index: int) -> bool:
         """Return whether storage `index` is live; false for memory without a tensor."""
         return index in self._ref_by_index
+
+    def record_uses(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Record that an operator reads or writes `tensors` now."""
+        num_events = len(self._writer.trace.events)
+        for tensor in tensors:
+            index = self.get_index(tensor)
+            if index != NONE:
+                self._last_uses[index] = num_events
+
+    def iterate_unused_since(self, event: int) -> Iterator[int]:
+        """Yield the live storages that an operator used before `event`, and none since."""
+        for index in self._ref_by_index:
+            if self._last_uses.get(index, event + 1) <= event:
+                yield index
+
+    def list_last_uses(self) -> list[int]:
+        """Return the last use of each storage of the trace, as `Trace.last_uses` has it."""
+        return [self._last_uses.get(index, NONE) for index in range(len(self._writer.trace.storages))]
 
     def record_allocations(self, tensors: Iterable[torch.Tensor], op: str, place: CallSite, device: str) -> None:
         """Record allocations on `device` for those storages of `tensors`, on torch's meta device, that are new."""

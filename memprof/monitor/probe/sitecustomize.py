@@ -92,7 +92,9 @@ class _StubFinder:
             __import__(_STUBS)
         except ImportError:
             return None
-        finder = sys.modules[_STUBS].StubFinder(lambda line: None, lambda tensor: None, lambda num_bytes, name: None)
+        finder = sys.modules[_STUBS].StubFinder(
+            lambda line: None, lambda tensor: None, lambda tensors: None, lambda num_bytes, name: None
+        )
         sys.meta_path.append(finder)
         return finder.find_spec(name, path, target)
 

@@ -44,12 +44,14 @@ class CompiledCode(Extension):
                 dynamo.FakeTensorMode.get().cache_clear()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of Triton's kernel launches, which skip the kernel or raise a KernelError with its name."""
-        yield from _patch_triton_launches(context.mark_written if context.options.skips_kernels else None)
+        """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
+        record_uses = context.recorder.storages.record_uses
+        yield from _patch_triton_launches(
+            _SkippedLaunches(context.note_written, record_uses) if context.options.skips_kernels else None
+        )
 
 
-def _patch_triton_launches(note_written: Callable[[torch.Tensor], None] | None) -> Iterator[Patch]:
-    skipped_launches = None if note_written is None else _SkippedLaunches(note_written)
+def _patch_triton_launches(skipped: _SkippedLaunches | None) -> Iterator[Patch]:
     for module_name, methods in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for class_name, method in methods.items():
@@ -97,12 +99,16 @@ class _SkippedLaunches:
     `do_bench` (with a buffer of 256 MiB) or the kernel author's, and the tensor copies of `restore_value`.
     """
 
-    def __init__(self, note_written: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, note_written: Callable[[torch.Tensor], None], record_uses: Callable[[list[torch.Tensor]], None]
+    ) -> None:
         self._note_written = note_written
-        self._timed_keys: set[tuple[int, Any]] = set()
+        self._record_uses = record_uses
+        self._timed: set[tuple[int, Any]] = set()
 
     def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         self._time_autotuning(kernel, args, kwargs)
+        self._record_uses(tensors)
         for tensor in tensors:
             self._note_written(tensor)
 

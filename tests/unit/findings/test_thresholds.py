@@ -23,7 +23,7 @@ from memprof.findings import (
     weight_delta,
 )
 from memprof.findings.finding import Context, Finding
-from memprof.findings.groups import is_worth
+from memprof.findings.groups import is_large
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.trace.events import GraphBreak, PhaseKind, Role
@@ -186,7 +186,7 @@ def test_ranks_differ_by_at_least_both(least_mib: int, most_mib: int, beyond_mib
     ("saved_mib", "peak_mib", "is_told"), [(62, 100, False), (64, 100, True), (64, 3200, True), (64, 3202, False)]
 )
 def test_sharded_groups_save_at_least_both(saved_mib: int, peak_mib: int, is_told: bool) -> None:
-    assert is_worth(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
+    assert is_large(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
 
 
 @pytest.mark.parametrize(("small_mib", "is_named"), [(98, False), (100, True)])

@@ -1,0 +1,239 @@
+"""Memory that a program keeps after its last use: the last step's logits, a loaded checkpoint, a first model."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from memprof.allocator import MemoryNeeds, compute_memory_needs
+from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.growth import describe_holder, find_step_leaks
+from memprof.findings.lifetimes import Saving
+from memprof.ledger.stages import at_stage
+from memprof.ledger.what_if import free_earlier
+from memprof.trace.events import NONE, EventKind, Holder, PhaseKind, Role, Trace
+from memprof.units import MIB, format_bytes
+
+MIN_BYTES = 64 * MIB
+MIN_SHARE = 0.05  # found when the run's peak would be lower by at least both, the latter of the peak
+
+MIN_MODEL_BYTES = 256 * MIB  # a model that is used no more is found from here on, even if the peak is elsewhere
+
+_MOST_SHOWN = 3
+_COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION, PhaseKind.DECODE)
+_OF_MODELS = (Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE)
+
+
+class _Group(NamedTuple):
+    """Storages that one variable, line or model keeps after their last use."""
+
+    description: str  # for the title
+    fix: str
+    holder: Holder | None
+    storages: list[int]
+    is_model: bool = False
+
+
+@rule(55)
+def find(context: Context) -> list[Finding]:
+    """Return a finding for each holder; `num_bytes` is the reduction of the peak by freeing after the last use.
+
+    For a model that is used no more while the peak is at another moment: the bytes of the model.
+    """
+    trace = context.ledger.trace
+    if not trace.last_uses or any(kind is EventKind.POOL for kind, _ in trace.events):
+        return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
+    groups = _make_groups(context, _find_idle_storages(context))
+    return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
+
+
+def _find_idle_storages(context: Context) -> list[int]:
+    """Return the storages that are live when a computing phase begins after the one of their last use.
+
+    A forward's tensors that die in a backward, or when a run has ended without memory, belong to autograd: code that no
+    operator shows may read them, or would have read them later. Of these only what a variable holds is idle.
+    """
+    trace, deaths = context.ledger.trace, context.lifetimes.deaths
+    phases = trace.list_phase_begins()
+    times = [time for time, _ in phases]
+    computing = [time for time, phase in phases if phase.kind in _COMPUTING]
+    out_of_memory = context.ledger.out_of_memory
+    cut = trace.ended_out_of_memory and out_of_memory is not None
+    last_event = out_of_memory.event if cut and out_of_memory is not None else len(trace.events)
+    held = _find_held_storages(context, last_event)
+    result = []
+    for index, used in enumerate(trace.last_uses):
+        storage = trace.storages[index]
+        if used == NONE or storage.device != trace.device or storage.hidden:
+            continue
+        following = bisect.bisect_left(computing, used)
+        if following == len(computing) or deaths[index] <= computing[following]:
+            continue
+        dies_in = phases[bisect.bisect_right(times, deaths[index]) - 1][1].kind
+        is_autograds = dies_in is PhaseKind.BACKWARD or deaths[index] > last_event
+        if not is_autograds or index in trace.owners or index in held:
+            result.append(index)
+    return result
+
+
+def _find_held_storages(context: Context, last_event: int) -> set[int]:
+    """Return the storages that a holder was seen to have, and those that it has at `last_event`, an error.
+
+    The holder was seen in an earlier step: it has as many of the tensors that the same line made last.
+    """
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    held = {index for holder in trace.idle_holders for index in holder.storages}
+    if last_event < len(trace.events):
+        for holder in trace.idle_holders:
+            for key, count in Counter(_make_key(trace, index) for index in holder.storages).items():
+                alike = [index for index in range(len(trace.storages)) if _make_key(trace, index) == key]
+                held.update(lifetimes.find_live(last_event, alike).storages[-count:])
+    return held
+
+
+def _make_key(trace: Trace, index: int) -> tuple[int, int]:
+    """Return the line and the operator that made a storage."""
+    return trace.storages[index].source, trace.storages[index].op
+
+
+def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
+    """Return the idle storages by holder, else by line; parameters and their optimizer state, and gradients, as one."""
+    trace = context.ledger.trace
+    # What piles up is another finding's.
+    leaks = (leak for group in find_step_leaks(context).values() for leak in group)
+    growing = {index for leak in leaks for index in leak.storages}
+    by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
+    models: list[int] = []
+    gradients: list[int] = []
+    for index in storages:
+        owner = trace.owners.get(index)
+        last_phase = _find_last_phase(trace, index)
+        if owner is None:
+            if index not in growing:
+                by_key[_make_key(trace, index)].append(index)
+        elif owner.role in _OF_MODELS and last_phase in _COMPUTING:  # not only initialized
+            models.append(index)
+        elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
+            gradients.append(index)
+    by_holder: dict[Holder | tuple[int, int], list[int]] = defaultdict(list)
+    for key, members in by_key.items():
+        by_holder[_find_holder(trace, members) or key] += members
+    groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
+    parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    program = trace.facts.program
+    if parameters and program is not None and program.ended == "exit":  # a program that was stopped may use it later
+        holder = _find_holder(trace, parameters)
+        by = "" if holder is None else f", kept by {describe_holder(holder)}"
+        fix = "delete the model and its optimizer, or move them to the host"
+        groups.append(_Group(f"a model that is used no more{by}", fix, holder, models, is_model=True))
+    if gradients:
+        fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
+        groups.append(_Group("gradients that the optimizer has used", fix, None, gradients))
+    return groups
+
+
+def _find_last_phase(trace: Trace, index: int) -> PhaseKind | None:
+    """Return the kind of the phase in which a storage was last used."""
+    phases = trace.list_phase_begins()
+    at = bisect.bisect_left(phases, trace.last_uses[index], key=lambda begin: begin[0])
+    return phases[at - 1][1].kind if at else None
+
+
+def _find_holder(trace: Trace, members: Iterable[int]) -> Holder | None:
+    """Return the holder that was seen to have most of `members`; None if none had any."""
+    wanted = set(members)
+    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in trace.idle_holders]
+    count, holder = max(counts, key=lambda pair: pair[0], default=(0, None))
+    return holder if count else None
+
+
+def _make_ownerless_group(trace: Trace, key: Holder | tuple[int, int], members: list[int]) -> _Group:
+    """Return the group of tensors that a holder keeps, or, where none was seen, that one line made."""
+    largest = trace.storages[max(members, key=lambda index: trace.storages[index].num_bytes)]
+    on_host = 'load it with map_location="cpu"' if trace.op(largest) == "torch.load" else ""
+    if not isinstance(key, Holder):
+        made = f"the result of {trace.op(largest)} at {file_and_line(trace.source_line(largest))}"
+        return _Group(made, on_host or "drop the last reference after the last use", None, members)
+    is_variable = "." not in key.name and (not key.kind or on_host)
+    fix = f"`del {key.name}` after the last use" if is_variable else f"drop the tensors of `{key.name}` after their use"
+    return _Group(describe_holder(key), f"{on_host}, or {fix}" if on_host else fix, key, members)
+
+
+def _make_finding(context: Context, group: _Group) -> Finding | None:
+    ledger, lifetimes = context.ledger, context.lifetimes
+    trace = ledger.trace
+    frees = {index: trace.last_uses[index] for index in group.storages}
+    saved = lifetimes.peak_reduction(
+        [Saving(used, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, used in frees.items()]
+    )
+    kept = _find_most_bytes(context, group.storages)
+    needs = None
+    if saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes:
+        run = ledger.run
+        needs = compute_memory_needs(free_earlier(trace, frees), run.gpu, run.config, run.release)
+    elif not group.is_model or kept < MIN_MODEL_BYTES:
+        return None
+    last_use = max(frees.values())
+    span = next((span for span in reversed(ledger.spans) if span.begin < last_use), None)
+    where = "" if span is None else f", last used in {at_stage(span.name, span.step, span.micro_batch)}"
+    decides = needs is not None and needs.fits and not ledger.run.fits
+    title = (
+        f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
+        f"{'; without it the run fits' * decides}"
+    )
+    line = None if group.holder is None else group.holder.source
+    place = "" if line is None else f" at {file_and_line(line)}"
+    evidence = (
+        Evidence(f"fix{place}: {group.fix}", source=line),
+        _make_effect_evidence(context, needs),
+        *_make_tensor_evidence(context, group.storages),
+    )
+    severity = Severity.NOTE if needs is None else Severity.WARNING
+    return Finding("idle-memory", severity, title, kept if needs is None else saved, evidence, ())
+
+
+def _find_most_bytes(context: Context, storages: Sequence[int]) -> int:
+    """Return the most bytes of `storages` that are kept after their last use at one moment."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    changes = []
+    for index in storages:
+        num_bytes = lifetimes.sum_bytes([index])
+        changes += [(trace.last_uses[index], num_bytes), (lifetimes.deaths[index], -num_bytes)]
+    now = most = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _make_effect_evidence(context: Context, needs: MemoryNeeds | None) -> Evidence:
+    """Return evidence of what the run would need without the idle memory; None: its peak is at another moment."""
+    if needs is None:
+        return Evidence("the run's peak is at another moment, and the same without it")
+    ledger = context.ledger
+    before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
+    text = (
+        f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
+        f"{format_bytes(ledger.peak_bytes)}, and reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    )
+    return Evidence(text, num_bytes=before - after)
+
+
+def _make_tensor_evidence(context: Context, storages: Iterable[int]) -> list[Evidence]:
+    """Return evidence of the kinds of tensors with the most bytes."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in storages:
+        kinds[trace.storages[index].shape, trace.storages[index].dtype, *_make_key(trace, index)].append(index)
+    result = []
+    for members in sorted(kinds.values(), key=lambda members: -lifetimes.sum_bytes(members))[:_MOST_SHOWN]:
+        storage = trace.storages[members[0]]
+        text = (
+            f"{plural(len(members), 'tensor')} {format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} at "
+            f"{file_and_line(trace.source_line(storage))}"
+        )
+        result.append(tensor_evidence(trace, members[0], text, num_bytes=lifetimes.sum_bytes(members)))
+    return result

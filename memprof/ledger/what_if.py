@@ -1,0 +1,34 @@
+"""What a run would need if some of its memory were freed earlier."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+
+from memprof.trace.events import Event, EventKind, Trace
+
+
+def free_earlier(trace: Trace, frees: Mapping[int, int]) -> Trace:
+    """Return `trace` with storages freed before the given events; `frees` maps a storage to the event's index.
+
+    The result is for a replay: of the tables that point at events only `workspaces` follows.
+    """
+    removed = {}
+    for time, (kind, ref) in enumerate(trace.events):
+        if kind is EventKind.FREE and ref in frees:
+            removed[time] = ref
+    by_time: dict[int, list[Event]] = {}
+    for storage, time in frees.items():
+        by_time.setdefault(time, []).append(Event(EventKind.FREE, storage))
+    events = []
+    for time, event in enumerate(trace.events):
+        events += by_time.get(time, ())
+        if time not in removed:
+            events.append(event)
+    added, gone = sorted(frees.values()), list(removed)
+    workspaces = [
+        one._replace(event=one.event + bisect.bisect_right(added, one.event) - bisect.bisect_left(gone, one.event))
+        for one in trace.workspaces
+    ]
+    return dataclasses.replace(trace, events=events, workspaces=workspaces)

@@ -1,0 +1,217 @@
+"""What is kept after its last use, in hand-written traces: each effect on the peak is worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memprof.findings import Finding, Severity
+from memprof.findings.idle_memory import find
+from memprof.trace.events import NONE, Event, EventKind, Holder, PhaseKind, Role
+from memprof.trace.facts import ProgramFacts
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
+
+OUT = Holder(0, "", "out", "/x/train.py:9 main", False, None, (), 0, 0, None)
+
+
+class UsesBuilder(TraceBuilder):
+    """Builds a trace with last uses: `use` says that an operator reads storages now."""
+
+    def use(self, *indices: int) -> None:
+        uses = self.trace.last_uses
+        uses += [NONE] * (len(self.trace.storages) - len(uses))
+        for index in indices:
+            uses[index] = len(self.trace.events)
+
+    def find(self, usable_bytes: int | None = None) -> list[Finding]:
+        self.use()
+        return find(self.context(usable_bytes))
+
+
+def exits(b: TraceBuilder) -> None:
+    """The program has come to its end."""
+    program = ProgramFacts(("train.py",), "exit", 0, 4, ())
+    b.trace.facts = dataclasses.replace(b.trace.facts, command="run", program=program)
+
+
+def logits_bound(idle_mib: int = 100, other_mib: int = 300, *, held: bool = True) -> UsesBuilder:
+    """Logits that the first step made lie beside the second step's forward, whose peak has `other_mib` more."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    logits = b.alloc(idle_mib * MIB, line="model.py:3 forward")
+    b.phase(PhaseKind.BACKWARD)
+    b.use(logits)
+    b.free(b.alloc(2 * MIB))
+    b.phase(PhaseKind.FORWARD, 2)
+    activation = b.alloc(other_mib * MIB)
+    b.use(activation)
+    b.free(logits)
+    b.phase(PhaseKind.BACKWARD, 2)
+    b.use(activation)
+    b.free(activation)
+    if held:
+        b.trace.idle_holders.append(OUT._replace(storages=(logits,)))
+    return b
+
+
+def test_names_the_variable_and_says_the_peak_without_it() -> None:
+    (finding,) = logits_bound().find()
+    assert (finding.id, finding.severity, finding.num_bytes) == ("idle-memory", Severity.WARNING, 100 * MIB)
+    assert finding.title == "100.00 MiB stay on the GPU unused: variable `out`, last used in backward of step 1"
+    fix, effect, tensors = finding.evidence
+    assert (fix.text, fix.source) == ("fix at x/train.py:9: `del out` after the last use", "/x/train.py:9 main")
+    assert "at most 300.00 MiB instead of 400.00 MiB" in effect.text
+    # The segment of 100 MiB is kept for later, and too small for 300; that of 20 MiB is not needed any more.
+    assert "reserves 400.00 MiB instead of 420.00 MiB" in effect.text and effect.num_bytes == 20 * MIB
+    assert (tensors.source, tensors.num_bytes) == ("model.py:3 forward", 100 * MIB)
+
+
+def test_where_no_holder_was_seen_the_line_is_named() -> None:
+    (finding,) = logits_bound(held=False).find()
+    assert "the result of aten.empty at model.py:3" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("idle_mib", "other_mib", "is_told"), [(64, 300, True), (62, 300, False), (100, 1900, True), (100, 1902, False)]
+)
+def test_it_is_at_least_64_mib_and_a_twentieth_of_the_peak(idle_mib: int, other_mib: int, is_told: bool) -> None:
+    assert bool(logits_bound(idle_mib, other_mib).find()) == is_told
+
+
+def test_says_whether_the_run_fits_without_it() -> None:
+    (decides,) = logits_bound().find(300 * MIB)
+    assert decides.title.endswith("; without it the run fits")
+    (too_large,) = logits_bound().find(298 * MIB)
+    assert "fits" not in too_large.title
+
+
+def test_silent_where_uses_are_not_known() -> None:
+    b = logits_bound()
+    b.use()
+    b.trace.events.append(Event(EventKind.POOL, 1))
+    assert not find(b.context())  # a CUDA graph may use it
+    b = logits_bound()
+    b.trace.last_uses.clear()
+    assert not find(b.context())
+
+
+def test_silent_on_what_is_used_again_or_dies_before_the_next_phase() -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    saved, temporary = b.alloc(100 * MIB), b.alloc(100 * MIB)
+    b.use(saved, temporary)
+    b.free(temporary)
+    b.phase(PhaseKind.BACKWARD)
+    b.free(b.alloc(300 * MIB))
+    b.use(saved)
+    b.free(saved)
+    assert not b.find()
+
+
+def test_silent_on_what_was_never_used() -> None:
+    """A batch that was loaded ahead, weights that are only initialized."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100 * MIB // 4)
+    b.use(weight)
+    b.alloc(100 * MIB)
+    b.phase(PhaseKind.FORWARD)
+    b.use(b.alloc(300 * MIB))
+    exits(b)
+    assert not b.find()
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_autograd_saved_may_be_read_where_no_operator_shows_it(held: bool) -> None:
+    """Only what a variable holds beyond its last use is idle in the backward."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    out = b.alloc(100 * MIB)
+    b.use(out)
+    b.phase(PhaseKind.BACKWARD)
+    b.free(b.alloc(300 * MIB))
+    b.free(out)
+    if held:
+        b.trace.idle_holders.append(OUT._replace(storages=(out,)))
+    assert bool(b.find()) == held
+
+
+def test_after_an_error_only_as_many_as_the_variable_had_are_idle() -> None:
+    """Three layers' activations and `out` are made by one line; the backward would have read the activations."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    first = b.alloc(100 * MIB, line="model.py:3 forward")
+    b.use(first)
+    b.free(first)
+    b.phase(PhaseKind.FORWARD, 2)
+    made = [b.alloc(100 * MIB, line="model.py:3 forward") for _ in range(4)]
+    b.use(*made)
+    b.phase(PhaseKind.BACKWARD, 2)
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+    b.trace.idle_holders.append(OUT._replace(storages=(first,)))
+    (finding,) = b.find(600 * MIB)
+    assert finding.num_bytes == 100 * MIB and finding.title.endswith("without it the run fits")
+
+
+def test_gradients_that_lie_under_the_next_forward() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.parameter("weight", 100 * MIB // 4)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(100 * MIB // 4, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(gradient)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.ZERO_GRAD, 2)
+    b.free(gradient)
+    (finding,) = b.find()
+    assert "gradients that the optimizer has used" in finding.title and "zero_grad()" in finding.evidence[0].text
+    assert finding.num_bytes == 100 * MIB
+
+
+def test_gradients_that_are_accumulated_are_used() -> None:
+    b = UsesBuilder(PhaseKind.BACKWARD)
+    gradient = b.new(100 * MIB // 4, owner=(Role.GRADIENT, "weight"))
+    b.use(gradient)
+    b.phase(PhaseKind.FORWARD, 1, 2)
+    b.free(b.alloc(300 * MIB))
+    b.trace.ended_out_of_memory = True
+    assert not b.find(350 * MIB)
+
+
+def two_models(ends: bool = True) -> UsesBuilder:
+    """A model of 256 MiB is trained; then a second one is run, with less memory at its peak."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 86 * MIB // 4)
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.alloc(400 * MIB))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    state = [b.new(86 * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
+    b.use(weight, *state)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.free(b.alloc(2 * MIB))
+    if ends:
+        exits(b)
+    return b
+
+
+def test_a_model_that_is_used_no_more_is_told_even_if_the_peak_is_elsewhere() -> None:
+    (finding,) = two_models().find()
+    assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 258 * MIB)
+    assert "a model that is used no more, last used in optimizer step of step 1" in finding.title
+    assert "at another moment" in finding.evidence[1].text
+
+
+def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
+    assert not two_models(ends=False).find()
+
+
+def test_what_piles_up_is_told_once_as_growth() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.parameter("weight", 100)
+    for step in range(1, 7):
+        b.phase(PhaseKind.FORWARD, step)
+        b.use(b.alloc(100 * MIB, line="train.py:7 main"))
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(b.alloc(300 * MIB))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.phase(PhaseKind.OTHER, step)
+    assert not b.find()
