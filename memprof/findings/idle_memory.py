@@ -12,7 +12,7 @@ from memprof.findings.evidence import file_and_line, format_shape, plural, tenso
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import describe_holder, find_step_leaks
 from memprof.findings.lifetimes import Saving
-from memprof.ledger.stages import at_stage
+from memprof.ledger.stages import format_stage
 from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import NONE, EventKind, Holder, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
@@ -178,7 +178,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         return None
     last_use = max(frees.values())
     span = next((span for span in reversed(ledger.spans) if span.begin < last_use), None)
-    where = "" if span is None else f", last used in {at_stage(span.name, span.step, span.micro_batch)}"
+    where = "" if span is None else f", last used in {format_stage(span.name, span.step, span.micro_batch)}"
     decides = needs is not None and needs.fits and not ledger.run.fits
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"

@@ -21,7 +21,7 @@ def free_earlier(trace: Trace, frees: Mapping[int, int]) -> Trace:
     by_time: dict[int, list[Event]] = {}
     for storage, time in frees.items():
         by_time.setdefault(time, []).append(Event(EventKind.FREE, storage))
-    events = []
+    events: list[Event] = []
     for time, event in enumerate(trace.events):
         events += by_time.get(time, ())
         if time not in removed:

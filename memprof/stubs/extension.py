@@ -71,7 +71,9 @@ class StubExtension(Extension):
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
         """Return a context manager under which imports of missing packages find their stubs."""
         record_uses = context.recorder.storages.record_uses
-        self._finder = StubFinder(context.assume, context.forget_values, record_uses, context.allocate_permanent_workspace)
+        self._finder = StubFinder(
+            context.assume, context.forget_values, record_uses, context.allocate_permanent_workspace
+        )
         return self._finder.activate()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:

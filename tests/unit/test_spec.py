@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memprof.errors import UsageError
-from memprof.spec import Mode, TargetSpec, option, options_of, parse_dtype, parse_layers, repeat_option
+from memprof.spec import Mode, TargetSpec, get_options, option, parse_dtype, parse_layers, repeat_option
 
 ADAPTER = {"adapter": "lora"}
 INFERENCE = {"mode": "inference"}
@@ -142,7 +142,7 @@ class Example:
 
 
 def test_options_are_fields_with_flags() -> None:
-    options = options_of(Example)
+    options = get_options(Example)
     assert {name: about.flag for name, about in options.items()} == {
         "number": "--number", "quick": "--no-quick", "slow_start": "--slow-start", "named": "--called",
         "batch_size": "--batch-size", "gpu": "--gpu",
@@ -152,6 +152,6 @@ def test_options_are_fields_with_flags() -> None:
 
 
 def test_an_option_is_repeated_with_changes() -> None:
-    about, original = options_of(Example)["batch_size"], options_of(TargetSpec)["batch_size"]
+    about, original = get_options(Example)["batch_size"], get_options(TargetSpec)["batch_size"]
     assert about == dataclasses.replace(original, help=f"{original.help} Of each run.", unset="what fits")
     assert (Example().batch_size, Example().gpu) == (1, "a100-80gb")

@@ -44,14 +44,14 @@ class CompiledCode(Extension):
                 dynamo.FakeTensorMode.get().cache_clear()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
-        """Yield patches of the launches of Triton's kernels, which skip the kernel or end the run with its name."""
+        """Yield patches of Triton's kernel launches, which skip the kernel or raise a KernelError with its name."""
         record_uses = context.recorder.storages.record_uses
         yield from _patch_triton_launches(
-            _SkippedLaunches(context.note_written, record_uses) if context.options.skips_kernels else None
+            _SkippedLaunches(context.mark_written, record_uses) if context.options.skips_kernels else None
         )
 
 
-def _patch_triton_launches(skipped: _SkippedLaunches | None) -> Iterator[Patch]:
+def _patch_triton_launches(skipped_launches: _SkippedLaunches | None) -> Iterator[Patch]:
     for module_name, methods in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for class_name, method in methods.items():
@@ -104,7 +104,7 @@ class _SkippedLaunches:
     ) -> None:
         self._note_written = note_written
         self._record_uses = record_uses
-        self._timed: set[tuple[int, Any]] = set()
+        self._timed_keys: set[tuple[int, Any]] = set()
 
     def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
         self._time_autotuning(kernel, args, kwargs)

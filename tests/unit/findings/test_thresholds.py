@@ -105,7 +105,7 @@ def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool)
     script.free(script.new(free_mib * MIB, stream=3))
     script.new(used_mib * MIB)
     ledger = build_ledger(script.trace)
-    context = Context(ledger=ledger, usable_bytes=None, streams=StreamMemory.of(ledger))
+    context = Context(ledger=ledger, usable_bytes=None, streams=StreamMemory.from_ledger(ledger))
     assert bytes_of(streams.find, context) == [used_mib * MIB] * is_told
 
 
