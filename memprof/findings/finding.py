@@ -49,6 +49,8 @@ class Finding:
     num_bytes: int | None = field(metadata=json_name("bytes", last=True))
     evidence: tuple[Evidence, ...]
     fixes: tuple[str, ...]  # Names of fixes, most helpful first.
+    # Whether the run does not fit, and would without what was found: such a finding is shown first.
+    is_decisive: bool = field(default=False, metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)

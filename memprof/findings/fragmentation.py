@@ -71,7 +71,7 @@ def find(context: Context) -> list[Finding]:
     # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
     severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
-    return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes)]
+    return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
 
 
 def _make_free_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:

@@ -157,8 +157,9 @@ def _make_ownerless_group(trace: Trace, key: Holder | tuple[int, int], members: 
     if not isinstance(key, Holder):
         made = f"the result of {trace.op(largest)} at {file_and_line(trace.source_line(largest))}"
         return _Group(made, on_host or "drop the last reference after the last use", None, members)
-    is_variable = "." not in key.name and (not key.kind or on_host)
-    fix = f"`del {key.name}` after the last use" if is_variable else f"drop the tensors of `{key.name}` after their use"
+    variable = key.name.partition("[")[0]
+    is_variable = "." not in variable and (not key.kind or on_host)
+    fix = f"`del {variable}` after the last use" if is_variable else f"drop the tensors of `{key.name}` after their use"
     return _Group(describe_holder(key), f"{on_host}, or {fix}" if on_host else fix, key, members)
 
 
@@ -178,21 +179,28 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         return None
     last_use = max(frees.values())
     span = next((span for span in reversed(ledger.spans) if span.begin < last_use), None)
-    where = "" if span is None else f", last used in {format_stage(span.name, span.step, span.micro_batch)}"
-    decides = needs is not None and needs.fits and not ledger.run.fits
+    where = ""
+    if span is not None and span.kind is not PhaseKind.OTHER:
+        where = f", last used in {format_stage(span.name, span.step, span.micro_batch)}"
+    is_decisive = needs is not None and needs.fits and not ledger.run.fits
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
-        f"{'; without it the run fits' * decides}"
+        f"{'; without it the run fits' * is_decisive}"
     )
-    line = None if group.holder is None else group.holder.source
-    place = "" if line is None else f" at {file_and_line(line)}"
     evidence = (
-        Evidence(f"fix{place}: {group.fix}", source=line),
+        _make_fix_evidence(group),
         _make_effect_evidence(context, needs),
         *_make_tensor_evidence(context, group.storages),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
-    return Finding("idle-memory", severity, title, kept if needs is None else saved, evidence, ())
+    num_bytes = kept if needs is None else saved
+    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive)
+
+
+def _make_fix_evidence(group: _Group) -> Evidence:
+    """Return evidence of the fix, at the line that fills the holder; a variable's own function has no such line."""
+    line = None if group.holder is None or not group.holder.fills else group.holder.source
+    return Evidence(f"fix{'' if line is None else f' at {file_and_line(line)}'}: {group.fix}", source=line)
 
 
 def _find_most_bytes(context: Context, storages: Sequence[int]) -> int:

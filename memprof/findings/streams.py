@@ -36,7 +36,7 @@ def find(context: Context) -> list[Finding]:
         *(_make_stream_evidence(context.ledger.trace, share, largest) for share in largest_shares),
     )
     severity = Severity.WARNING if is_decisive else Severity.NOTE
-    return [Finding("streams", severity, title, saved_bytes, evidence, ())]
+    return [Finding("streams", severity, title, saved_bytes, evidence, (), is_decisive=is_decisive)]
 
 
 def _make_saving_evidence(stream_memory: StreamMemory, *, fits: bool) -> Evidence:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from memprof.findings import Finding, Severity
+from memprof.findings import Finding, Severity, find_all
 from memprof.findings.idle_memory import find
 from memprof.trace.events import NONE, Event, EventKind, Holder, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
@@ -60,11 +60,21 @@ def test_names_the_variable_and_says_the_peak_without_it() -> None:
     assert (finding.id, finding.severity, finding.num_bytes) == ("idle-memory", Severity.WARNING, 100 * MIB)
     assert finding.title == "100.00 MiB stay on the GPU unused: variable `out`, last used in backward of step 1"
     fix, effect, tensors = finding.evidence
-    assert (fix.text, fix.source) == ("fix at x/train.py:9: `del out` after the last use", "/x/train.py:9 main")
+    assert (fix.text, fix.source) == ("fix: `del out` after the last use", None)
     assert "at most 300.00 MiB instead of 400.00 MiB" in effect.text
     # The segment of 100 MiB is kept for later, and too small for 300; that of 20 MiB is not needed any more.
     assert "reserves 400.00 MiB instead of 420.00 MiB" in effect.text and effect.num_bytes == 20 * MIB
     assert (tensors.source, tensors.num_bytes) == ("model.py:3 forward", 100 * MIB)
+
+
+def test_what_fills_a_container_is_the_line_to_change() -> None:
+    b = logits_bound()
+    b.trace.idle_holders[:] = [b.trace.idle_holders[0]._replace(kind="dict", name="Cache.parts", fills=True)]
+    (finding,) = b.find()
+    assert "dict `Cache.parts`" in finding.title
+    fix = finding.evidence[0]
+    assert fix.text == "fix at x/train.py:9: drop the tensors of `Cache.parts` after their use"
+    assert fix.source == "/x/train.py:9 main"
 
 
 def test_where_no_holder_was_seen_the_line_is_named() -> None:
@@ -81,9 +91,16 @@ def test_it_is_at_least_64_mib_and_a_twentieth_of_the_peak(idle_mib: int, other_
 
 def test_says_whether_the_run_fits_without_it() -> None:
     (decides,) = logits_bound().find(300 * MIB)
-    assert decides.title.endswith("; without it the run fits")
+    assert decides.title.endswith("; without it the run fits") and decides.is_decisive
     (too_large,) = logits_bound().find(298 * MIB)
-    assert "fits" not in too_large.title
+    assert "fits" not in too_large.title and not too_large.is_decisive
+
+
+def test_the_finding_without_which_the_run_fits_comes_first() -> None:
+    b = logits_bound()
+    b.use()
+    ids = [finding.id for finding in find_all(b.context(300 * MIB))]
+    assert ids[:2] == ["does-not-fit", "idle-memory"]
 
 
 def test_silent_where_uses_are_not_known() -> None:
