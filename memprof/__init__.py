@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from memprof.stubs.tools import kernel
 
 # Modules of public names that need no torch; the other names are in api.py.
-_ELSEWHERE = {
+_MODULES_BY_NAME = {
     "MemprofError": "errors",
     "RunFailedError": "errors",
     "TargetSpec": "spec",
@@ -63,7 +63,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f"memprof.{_ELSEWHERE.get(name, 'api')}"), name)
+        return getattr(importlib.import_module(f"memprof.{_MODULES_BY_NAME.get(name, 'api')}"), name)
     raise AttributeError(f"module 'memprof' has no attribute {name!r}")
 
 

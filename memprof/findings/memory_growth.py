@@ -93,7 +93,7 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
 
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
-    """Return evidence that describes the fix; `kept_bytes`: bytes per step of the kept tensors without their graph."""
+    """Return evidence with the fix. `kept_bytes`: what a step adds even if the autograd graph is dropped (`detach`)."""
     if kept_bytes >= MIN_STEP_BYTES:
         fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:

@@ -54,7 +54,7 @@ class Batches:
 def build_batches(
     run: GpuReplay, allocated: Sequence[int], program_steps: Sequence[TrainingStep] = ()
 ) -> Batches | None:
-    """Return the memory of each step of a run, and of other allocator settings; None if its batches do not differ.
+    """Return the memory of each step of a run, also under other allocator settings; None if all batches are equal.
 
     `allocated` has the allocated bytes after every event; `program_steps` are the training steps of a user's program.
     """

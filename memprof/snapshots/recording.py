@@ -249,7 +249,7 @@ def _divide_into_parts(lives: list[BlockLife], num_events: int) -> tuple[list[Pa
 
 
 def _limit_to_calls(lives: list[BlockLife], ends: array[int]) -> None:
-    """Reduce `ends` of each allocation inside a module call to the first allocation after the call."""
+    """Set the end of each allocation made inside a module call to at most the first allocation after the call."""
     open_calls: list[tuple[tuple[str, str], list[int]]] = []
     calls_by_origin: dict[int, list[tuple[str, str]]] = {}
     last_origin: Origin | None = None

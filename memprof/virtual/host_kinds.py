@@ -232,7 +232,7 @@ class HostKinds:
         return register
 
     def _check_hook_result(self, gradient: Any, result: Any, name: str) -> Any:
-        """Return `result` of the hook `name` in the kind of `gradient`, checked as by torch's python_hook.cpp.
+        """Return `result` of the hook `name`, simulated as `gradient` is, after python_hook.cpp's checks.
 
         Raises:
             RuntimeError: the result is on another device.
@@ -249,7 +249,7 @@ class HostKinds:
         return self._to_kind(result, expected.is_virtual)
 
     def _get_placement(self, tensor: Any) -> _Placement | None:
-        """Return device and kind of a plain, non-empty tensor on the host or a GPU; None for any other value."""
+        """Return where a plain, non-empty tensor is, on the host or a GPU, and how it is simulated; None for other values."""
         if type(tensor) not in _PLAIN:
             return None
         with torch.DisableTorchFunction():

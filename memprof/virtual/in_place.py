@@ -102,7 +102,7 @@ class InPlaceOperators:
         return result
 
     def _run_into_out(self, operator: OpInfo, call: OperatorCall) -> Any:
-        """Return the result of `call`, which is not run if an equal call has changed no meta tensor."""
+        """Return the result of a call with `out=`; it is not run again if an equal call has changed no meta tensor."""
         out = call.kwargs.get("out")
         if not isinstance(out, torch.Tensor) or call.real or operator.packet in MOVES_STORAGE:
             return call.func(*call.args, **call.kwargs)

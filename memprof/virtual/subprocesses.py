@@ -37,7 +37,7 @@ _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 
 
 def refusal_file_prefix(pid: int) -> str:
-    """Return the prefix of the name of the report file of process `pid`, which a killed process leaves behind."""
+    """Return the prefix of the file in which process `pid` reports unsupported operations; it may be killed."""
     return f"memprof-refusals-{pid}-"
 
 
@@ -175,8 +175,8 @@ def _wrap_exec(original: Callable[..., Any]) -> Callable[..., Any]:
 def _drop_isolation_flags(
     command: Sequence[Any], environment: Mapping[Any, Any]
 ) -> tuple[list[Any], dict[str, str] | None]:
-    """Return `command` without Python's isolation flags (-I, -E), and an environment that has the same effect but
-    loads the probe, which restores the variables; None without such a flag, or if `command` is not Python."""
+    """Return `command` without Python's isolation flags (-I, -E), which keep memprof's probe from being loaded, and an
+    environment in which the probe hides the variables that the flags ignore; None if there is no such flag."""
     if not command or not _PYTHON.fullmatch(os.fsdecode(command[0])):
         return list(command), None
     new_command, index, all_letters = [command[0]], 1, ""

@@ -18,7 +18,7 @@ _EXPERTS = re.compile(r"expert|router|(^|\.)moe|block_sparse", re.IGNORECASE)
 
 
 class NptProjection(nn.Module):
-    """Input projection of an MLP with an NPT component added: h W + h ΔW."""
+    """Input projection of an MLP, h W, plus a weight delta computed for each token by an NPT component: h W + h ΔW."""
 
     def __init__(self, base: nn.Module, component: NptComponent, attention: Callable[[], Tensor]) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class _FinishedWork:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def _get_work_clock(self) -> Clock:
-        """Return, by stream, the time of the last work that a wait on this object waits for."""
+        """Return, for each stream, the time of the last operation that a wait on this object has to await."""
         raise NotImplementedError
 
     def query(self) -> bool:

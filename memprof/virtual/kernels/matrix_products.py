@@ -127,7 +127,7 @@ def linear(
 
 @kernel(aten.add, on_host=True)
 def add(launch: KernelContext) -> Any:
-    """Add in place where a run without modes does: gradient accumulation (engine.py), and the bias of `linear`."""
+    """Run `add` in place where real runs do, for gradient accumulation (engine.py) and the bias of `linear`."""
     if is_in_backward():
         if not launch.accumulates_in_place():
             return NotImplemented

@@ -66,7 +66,7 @@ def compute_adaptive_max_copies(args: Any, gpu: DeviceProperties | None = None) 
 
 @input_copies(aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
 def compute_adaptive_avg_copies(args: Any) -> list[int]:
-    """Return the bytes of a contiguous copy of the input, which is not made of channels-last 2D images."""
+    """Return the bytes of a contiguous copy of the input; 2D images in channels-last format are not copied."""
     is_channels_last = args[0].dim() == 4 and suggest_layout(args[0]) is not torch.contiguous_format
     return [] if is_channels_last else compute_adaptive_max_copies(args)
 

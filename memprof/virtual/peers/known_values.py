@@ -58,7 +58,7 @@ class Parts:
 
 
 class KnownValues:
-    """Reads and writes the known values of tensors in collectives."""
+    """Element values of tensors in collectives, read and written where the simulation has computed them."""
 
     def __init__(self, values: Values) -> None:
         self._values = values

@@ -112,7 +112,7 @@ class UnknownValuePolicy:
                 store.tokens.mark_placeholders(outputs[-1], choices[1])
 
     def _find_density(self, tensor: torch.Tensor) -> float | None:
-        """Return the known or assumed fraction (0 to 1) of true elements of a mask; None if the elements are known."""
+        """Return the fraction (0 to 1) of true elements to assume for a mask; None if each element is known."""
         density = self._store.get_density(tensor) if tensor.is_meta else None
         if density is not None:
             return density

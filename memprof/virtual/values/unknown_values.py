@@ -1,4 +1,4 @@
-"""Assumed results of operators on unknown values: evenly spread choices, counts of masks; and tables of operators."""
+"""Results that are assumed for operators on unknown values: random choices are spread evenly, masks have a count."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def _weight_values(weights: Tensor, values: Tensor) -> Tensor:
 def _iterate_rows(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Any]]:
-    """Yield, for some queries at a time: slice of query rows, keys, values, visibility mask (B or 1, K or 1, 1, t, L),
-    and the index of these keys in `key`."""
+    """Yield blocks of queries: the slice of query rows, their keys and values, the mask of visible keys (batch or 1, KV
+    heads or 1, 1, query rows, keys), and the index of these keys in `key`."""
     (batch, heads, tokens, width), (kv_heads, num_keys) = query.shape, key.shape[1:3]
     bytes_per_query = 4 * batch * heads * (window or num_keys)
     if blocks is not None:
