@@ -288,8 +288,8 @@ class _DeviceReplay:
         self.check_answer(index, block, completed)
 
     def check_answer(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
-        """Compare `block`, which the replay allocated, with the recorded result of event `index`; first complete the frees
-        of the blocks at the addresses `completed`."""
+        """Compare `block`, which the replay allocated, with the recorded result of event `index`; first complete the
+        frees of the blocks at the addresses `completed`."""
         event = self.events[index]
         self.check_driver(index, index)
         for address in completed:

@@ -249,7 +249,7 @@ class HostKinds:
         return self._to_kind(result, expected.is_virtual)
 
     def _get_placement(self, tensor: Any) -> _Placement | None:
-        """Return where a plain, non-empty tensor is, on the host or a GPU, and how it is simulated; None for other values."""
+        """Return where a plain, non-empty tensor is, host or GPU, and how it is simulated; None for other values."""
         if type(tensor) not in _PLAIN:
             return None
         with torch.DisableTorchFunction():

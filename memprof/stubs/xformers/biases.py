@@ -194,7 +194,7 @@ class BlockDiagonalMask(AttentionBias):
         return mask, _concat(tensors_q), _concat(tensors_k), None if tensors_v is None else _concat(tensors_v)
 
     def split_queries(self, tensor):
-        """Return views of the query sequences in `tensor` [1, tokens, *], one for each tensor that the mask was made for."""
+        """Return views of the query sequences in `tensor` [1, tokens, *], one for each tensor behind the mask."""
         return self.q_seqinfo.split(tensor, self._batch_sizes)  # type: ignore[no-any-return]
 
     def split_kv(self, tensor):
