@@ -287,7 +287,7 @@ def table_of_private_names() -> str:
 
     rows = ["| name | in torch since | of builds with | without it |", "|---|---|---|---|"]
     for name in sorted(PRIVATE_NAMES, key=str):
-        cells = (f"`{name}`", name.since or "2.8 or earlier", name.build, name.without or "this torch is refused")
+        cells = (f"`{name}`", name.since or "2.8 or earlier", name.build, name.fallback or "this torch is refused")
         rows.append("| " + " | ".join(cells).replace("|  |", "| |") + " |")
     return "\n".join(rows)
 

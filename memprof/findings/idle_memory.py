@@ -177,11 +177,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         needs = compute_memory_needs(free_earlier(trace, frees), run.gpu, run.config, run.release)
     elif not group.is_model or kept < MIN_MODEL_BYTES:
         return None
-    last_use = max(frees.values())
-    span = next((span for span in reversed(ledger.spans) if span.begin < last_use), None)
-    where = ""
-    if span is not None and span.kind is not PhaseKind.OTHER:
-        where = f", last used in {format_stage(span.name, span.step, span.micro_batch)}"
+    where = _format_last_use(context, max(frees.values()))
     is_decisive = needs is not None and needs.fits and not ledger.run.fits
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
@@ -195,6 +191,18 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = kept if needs is None else saved
     return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive)
+
+
+def _format_last_use(context: Context, event: int) -> str:
+    """Return the stage of the last use, for the title; a stage that allocates nothing has its phase's name."""
+    stages = [span for span in context.ledger.spans if span.begin < event <= span.end]
+    if stages:
+        name, step, micro_batch = stages[0].name, stages[0].step, stages[0].micro_batch
+    else:
+        phases = context.ledger.trace.list_phase_begins()
+        kind, step, micro_batch = phases[bisect.bisect_left(phases, event, key=lambda begin: begin[0]) - 1][1]
+        name = kind.value
+    return "" if name == PhaseKind.OTHER.value else f", last used in {format_stage(name, step, micro_batch)}"
 
 
 def _make_fix_evidence(group: _Group) -> Evidence:

@@ -22,9 +22,9 @@ def copy_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[t
         return copy.deepcopy(arguments)
     except Exception as error:  # any error of the program's own `__deepcopy__` or `__reduce__`
         raise UsageError(
-            "the arguments cannot be copy_arguments",
+            "the arguments cannot be copied",
             value=f"{type(error).__name__}: {error_text(error)}",
-            hint="let the function make them itself, or refer to them as globals: then they are not copy_arguments",
+            hint="let the function make them itself, or refer to them as globals: then they are not copied",
         ) from error
 
 

@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 class Stacked(RankOneDeltas):
     """Batched as the report has it: its parameters lie apart, and each forward stacks them first."""
 
-    def modulation(self, attention: torch.Tensor) -> torch.Tensor:
+    def compute_modulation(self, attention: torch.Tensor) -> torch.Tensor:
         """The attention's output itself: what is made of it lives as long as the copies do."""
         return attention
 

@@ -19,7 +19,7 @@ from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.scripts import ScriptRuns, run_script_process
 from memprof.report.terminal.next_step import choose_next_step
-from memprof.run_spec import SETTINGS, RunSpec
+from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, get_options
 from memprof.units import parse_gib
@@ -145,7 +145,7 @@ def test_a_run_of_a_search_has_all_options(asked, spec, monkeypatch):
         run_script_process(Program(SCRIPT[0], SCRIPT[1:]), fixed)
     ((again, command, request, environment),) = started
     assert again == fixed.edit(beyond=True) and tuple(command) == SCRIPT and request.save
-    assert environment[SETTINGS] == "off"
+    assert environment[SETTINGS_VARIABLE] == "off"
 
 
 @pytest.mark.parametrize("spec", RUNS)

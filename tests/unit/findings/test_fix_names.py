@@ -12,7 +12,7 @@ import memprof.findings
 from memprof.fixes.catalog import FIXES, find_fixes_for
 from memprof.ledger.categories import Category
 
-ASK = ("suggest_fixes", "find_fixes_for", "_fix_advice")
+ASK = ("suggest_fixes", "find_fixes_for", "_list_fix_advice")
 
 
 def problems(package) -> set[str]:

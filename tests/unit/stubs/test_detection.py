@@ -176,7 +176,7 @@ def _target(name: str) -> dict[str, Any]:
 
 def test_autocast_pools_regions_in_float32(gpu: VirtualGpu) -> None:
     """And gives what the features were of; boxes are kept by numbers."""
-    gpu.dispatch_mode.function_mode.run_in_float32(detection.list_float32_operators())
+    gpu.dispatch_mode.function_mode.register_float32_operators(detection.list_float32_operators())
     features, boxes = torch.randn(2, 8, 16, 16, device="cuda").half(), torch.zeros(3, 5, device="cuda")
     rest = (1.0, 7, 7, 2, False)
     with pytest.raises(RuntimeError, match="same type") if IS_HERE else contextlib.nullcontext():
