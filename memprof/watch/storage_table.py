@@ -81,9 +81,9 @@ class StorageTable:
                 self._last_uses[index] = num_events
 
     def iterate_unused_since(self, event: int) -> Iterator[int]:
-        """Yield the live storages that an operator used before `event`, and none since."""
+        """Yield the live storages that an operator used before the event of this index, and none since."""
         for index in self._ref_by_index:
-            if self._last_uses.get(index, event + 1) <= event:
+            if self._last_uses.get(index, event) < event:
                 yield index
 
     def list_last_uses(self) -> list[int]:

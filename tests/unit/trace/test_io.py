@@ -46,6 +46,7 @@ def sample() -> Trace:
             Event(EventKind.FREE, 0),
         ],
         storages=[Storage(513, (3, 171), "int8", "cuda:0", 0, 0, 0, 0, NONE, False)],
+        last_uses=[3],
         ops=["aten.empty"],
         modules=[Module("model.layers.0", "Layer", ModuleRole.LAYER, "model.layers")],
         sources=["/home/ä/train.py:3 main"],
@@ -61,6 +62,7 @@ def sample() -> Trace:
         ),
         forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
+        idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
     )
 
 
@@ -167,6 +169,8 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(storages=[[1, [1], "int8", "cuda:0", 0, -1, -1, 0, -1, False]]), "damaged"),
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
         (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
+        (damaged(last_uses=[1, 2]), "damaged"),
+        (damaged(idle_holders=[[0, "", "out", None, False, None, [1], 0, 0, None]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip

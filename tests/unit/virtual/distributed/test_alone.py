@@ -274,6 +274,14 @@ def test_groups_of_hosts_take_nothing_of_nccl(backend: str) -> None:
     assert gpu.trace.facts.rank == RankFacts(1, 2) and any("NCCL" in text for text in gpu.trace.assumptions)
 
 
+def test_a_collective_uses_what_it_sends() -> None:
+    with rank(0, 2) as gpu:
+        sent = numbers()
+        before = gpu.num_events
+        dist.all_reduce(sent)
+        assert gpu.trace.last_uses[gpu.recorder.storages.get_index(sent)] == before
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_collectives_that_a_manager_joins(asynchronous: bool) -> None:
     """`torch.distributed._coalescing_manager`, in which all_gather and others start and end together."""

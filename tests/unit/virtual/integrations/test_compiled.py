@@ -183,6 +183,7 @@ def test_a_kernel_that_is_passed_over_allocates_nothing_and_what_it_may_write_is
         before = len(gpu.trace.events)
         assert kernel[(1,)](counts, counts.numel(), BLOCK=64) is None
         assert len(gpu.trace.events) == before
+        assert gpu.trace.last_uses[0] == before  # the launch is a use of its arguments
         # Zeros were known; what a kernel may have written there is not, and 1 is the policy. The other is still known.
         assert counts.tolist() == [1, 1, 1, 1]
         assert other.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,99 @@
+"""Which operator or kernel used a storage last, as the number of events before it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memprof
+from memprof.trace.events import NONE
+from memprof.virtual import VirtualGpu
+
+ELEMENTS = 1 << 20
+
+
+def last_use(gpu: VirtualGpu, tensor: torch.Tensor) -> int:
+    return gpu.trace.last_uses[gpu.recorder.storages.get_index(tensor)]
+
+
+def test_operators_that_read_or_write_use_and_views_do_not(gpu: VirtualGpu) -> None:
+    read, written, unused = (torch.empty(ELEMENTS, device="cuda") for _ in range(3))
+    assert [last_use(gpu, one) for one in (read, written, unused)] == [NONE] * 3
+    before = gpu.num_events
+    total = read + 1
+    assert last_use(gpu, read) == before and last_use(gpu, total) == NONE
+    before = gpu.num_events
+    written.zero_()
+    assert last_use(gpu, written) == before
+    torch.empty(ELEMENTS, device="cuda")
+    view = read.view(2, -1)[0]
+    assert last_use(gpu, read) < gpu.num_events
+    before = gpu.num_events
+    view.sum()
+    assert last_use(gpu, read) == before
+    assert last_use(gpu, unused) == NONE
+
+
+def test_a_backward_uses_what_its_forward_saved(gpu: VirtualGpu) -> None:
+    weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+    data = torch.ones(64, 64, device="cuda")
+    loss = (data @ weight).sum()
+    between = gpu.num_events
+    loss.backward()
+    assert last_use(gpu, data) >= between
+
+
+def test_reading_a_value_is_a_use(gpu: VirtualGpu) -> None:
+    value = torch.ones((), device="cuda")
+    before = gpu.num_events
+    assert value.item() == 1
+    assert last_use(gpu, value) == before
+
+
+def test_a_stubs_kernel_uses_its_inputs_and_what_it_saved() -> None:
+    def forward(x, weight):
+        return torch.empty_like(x), (weight,)
+
+    def backward(saved, gradient):
+        return torch.empty_like(gradient), torch.empty_like(saved[0])
+
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        x = torch.ones(64, 32, device="cuda", requires_grad=True)
+        weight = torch.ones(32, device="cuda", requires_grad=True)
+        events = len(gpu.trace.events)
+        out = memprof.kernel(forward, backward, x, weight)
+        assert gpu.trace.last_uses[:2] == [events, events]
+        events = len(gpu.trace.events)
+        out.backward(torch.ones_like(out))
+        assert gpu.trace.last_uses[1] >= events
+
+
+@pytest.mark.parametrize("num_steps", [3])
+def test_what_a_step_keeps_is_named_by_the_variable(num_steps: int) -> None:
+    """As in a loop whose last output is still bound when the next is computed."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(64, 65536).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(num_steps):
+            out = model(torch.randn(1024, 64, device="cuda"))
+            loss = torch.nn.functional.cross_entropy(out, torch.zeros(1024, dtype=torch.long, device="cuda"))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [(holder.name, len(holder.storages)) for holder in gpu.trace.idle_holders] == [("out", 1)]
+
+
+def test_a_healthy_loop_is_not_searched() -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        out = model(torch.randn(1024, 64, device="cuda"))
+        torch.nn.functional.cross_entropy(out, torch.zeros(1024, dtype=torch.long, device="cuda")).backward()
+        del out
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(64, 65536).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            step(model, optimizer)
+    assert not gpu.trace.idle_holders
