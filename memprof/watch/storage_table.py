@@ -75,10 +75,14 @@ class StorageTable:
     def record_uses(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record that an operator reads or writes `tensors` now."""
         num_events = len(self._writer.trace.events)
+        last_uses, index_by_address = self._last_uses, self.index_by_address
         for tensor in tensors:
-            index = self.get_index(tensor)
-            if index != NONE:
-                self._last_uses[index] = num_events
+            try:
+                index = index_by_address.get(tensor.untyped_storage()._cdata)
+            except (NotImplementedError, RuntimeError):  # sparse, or wrapped
+                index = self.get_index(tensor)
+            if index is not None:
+                last_uses[index] = num_events
 
     def iterate_unused_since(self, event: int) -> Iterator[int]:
         """Yield the live storages that an operator used before the event of this index, and none since."""
