@@ -126,7 +126,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     program = trace.facts.program
     if parameters and program is not None and program.ended == "exit":  # a program that was stopped may use it later
         holder = _find_holder(trace, parameters)
-        by = "" if holder is None else f", kept by {describe_holder(holder)}"
+        by = "" if holder is None else f", kept by {_format_holder(holder)}"
         fix = "delete the model and its optimizer, or move them to the host"
         groups.append(_Group(f"a model that is used no more{by}", fix, holder, models, is_model=True))
     if gradients:
@@ -160,7 +160,13 @@ def _make_ownerless_group(trace: Trace, key: Holder | tuple[int, int], members: 
     variable = key.name.partition("[")[0]
     is_variable = "." not in variable and (not key.kind or on_host)
     fix = f"`del {variable}` after the last use" if is_variable else f"drop the tensors of `{key.name}` after their use"
-    return _Group(describe_holder(key), f"{on_host}, or {fix}" if on_host else fix, key, members)
+    return _Group(_format_holder(key), f"{on_host}, or {fix}" if on_host else fix, key, members)
+
+
+def _format_holder(holder: Holder) -> str:
+    """Return the holder with its line, for the title: "variable `out` (train.py:10)"."""
+    place = "" if holder.source is None else f" ({file_and_line(holder.source)})"
+    return f"{describe_holder(holder)}{place}"
 
 
 def _make_finding(context: Context, group: _Group) -> Finding | None:
@@ -206,9 +212,8 @@ def _format_last_use(context: Context, event: int) -> str:
 
 
 def _make_fix_evidence(group: _Group) -> Evidence:
-    """Return evidence of the fix, at the line that fills the holder; a variable's own function has no such line."""
-    line = None if group.holder is None or not group.holder.fills else group.holder.source
-    return Evidence(f"fix{'' if line is None else f' at {file_and_line(line)}'}: {group.fix}", source=line)
+    """Return evidence of the fix, with the line that fills the holder, or assigns to the variable."""
+    return Evidence(f"fix: {group.fix}", source=None if group.holder is None else group.holder.source)
 
 
 def _find_most_bytes(context: Context, storages: Sequence[int]) -> int:

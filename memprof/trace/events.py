@@ -245,8 +245,8 @@ class Holder(NamedTuple):
     event: int  # number of events before the search
     kind: str  # class of the container, such as `list`; "" if a variable or an attribute is the tensor itself
     name: str  # as in the program: `losses`, or `Meter.values` for an attribute of an object of class Meter
-    # `file:line function` of the line that adds the tensors; where the code does not show that line, of the variable's
-    # function or the attribute's class. None: no source code.
+    # `file:line function` of the line that adds the tensors; where the code does not show that line, of the one that
+    # assigns to the variable, of the variable's function or the attribute's class. None: no source code.
     source: str | None
     fills: bool  # whether `source` is that line
     limit: int | None  # the capacity (a deque with maxlen); None: unlimited

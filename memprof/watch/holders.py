@@ -26,7 +26,7 @@ from memprof.trace.events import NONE, Holder
 from memprof.watch.frames import read_local_variables
 from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
-from memprof.watch.source_lines import find_class_line, find_fill_line, format_code_line
+from memprof.watch.source_lines import find_assignment_line, find_class_line, find_fill_line, format_code_line
 
 MAX_DEPTH = 10  # references from a named object to a tensor: a list of models has parameters at depth 6
 
@@ -182,7 +182,9 @@ class HolderSearch:
         if is_cached := isinstance(value, functools._lru_cache_wrapper):
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), _HolderName(value.__name__, None)
         elif holder_source is None and name.code is not None:
-            holder_source = format_code_line(name.code)
+            codes = variables.codes if name.is_global else [name.code]
+            assignments = (find_assignment_line(code, name.text.partition("[")[0]) for code in codes)
+            holder_source = next((found for found in assignments if found is not None), format_code_line(name.code))
         elif holder_source is None and name.owner is not None:
             holder_source = find_class_line(name.owner)
         nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import inspect
 import linecache
@@ -10,6 +11,11 @@ import re
 from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
+
+# Instructions that assign to a variable; Python 3.13 joins two, with the names of both.
+_STORES = (
+    "STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_STORE_FAST", "STORE_FAST_LOAD_FAST",
+)  # fmt: skip
 
 # Functions and methods that only display values: of loggers, tensorboard, wandb, progress bars.
 _DISPLAY_FUNCTIONS = {
@@ -66,6 +72,16 @@ def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: s
         for line_number in range(first, min(last, len(lines)) + 1):
             if re.search(pattern, lines[line_number - 1].partition("#")[0]):
                 return f"{code.co_filename}:{line_number} {code.co_name}"
+    return None
+
+
+def find_assignment_line(code: CodeType, variable: str) -> str | None:
+    """Return `file:line function` of the first line of `code` that assigns to `variable`; None if there is none."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _STORES and instruction.positions is not None:
+            stored = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+            if variable in stored:
+                return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
     return None
 
 

@@ -58,9 +58,11 @@ def logits_bound(idle_mib: int = 100, other_mib: int = 300, *, held: bool = True
 def test_names_the_variable_and_says_the_peak_without_it() -> None:
     (finding,) = logits_bound().find()
     assert (finding.id, finding.severity, finding.num_bytes) == ("idle-memory", Severity.WARNING, 100 * MIB)
-    assert finding.title == "100.00 MiB stay on the GPU unused: variable `out`, last used in backward of step 1"
+    assert finding.title == (
+        "100.00 MiB stay on the GPU unused: variable `out` (x/train.py:9), last used in backward of step 1"
+    )
     fix, effect, tensors = finding.evidence
-    assert (fix.text, fix.source) == ("fix: `del out` after the last use", None)
+    assert (fix.text, fix.source) == ("fix: `del out` after the last use", "/x/train.py:9 main")
     assert "at most 300.00 MiB instead of 400.00 MiB" in effect.text
     # The segment of 100 MiB is kept for later, and too small for 300; that of 20 MiB is not needed any more.
     assert "reserves 400.00 MiB instead of 420.00 MiB" in effect.text and effect.num_bytes == 20 * MIB
@@ -71,10 +73,8 @@ def test_what_fills_a_container_is_the_line_to_change() -> None:
     b = logits_bound()
     b.trace.idle_holders[:] = [b.trace.idle_holders[0]._replace(kind="dict", name="Cache.parts", fills=True)]
     (finding,) = b.find()
-    assert "dict `Cache.parts`" in finding.title
-    fix = finding.evidence[0]
-    assert fix.text == "fix at x/train.py:9: drop the tensors of `Cache.parts` after their use"
-    assert fix.source == "/x/train.py:9 main"
+    assert "dict `Cache.parts` (x/train.py:9)" in finding.title
+    assert finding.evidence[0].text == "fix: drop the tensors of `Cache.parts` after their use"
 
 
 def test_where_no_holder_was_seen_the_line_is_named() -> None:

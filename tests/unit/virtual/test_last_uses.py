@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+
 import pytest
 import torch
 
@@ -80,7 +82,10 @@ def test_what_a_step_keeps_is_named_by_the_variable(num_steps: int) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert [(holder.name, len(holder.storages)) for holder in gpu.trace.idle_holders] == [("out", 1)]
+    (holder,) = gpu.trace.idle_holders
+    assert (holder.name, holder.kind, len(holder.storages)) == ("out", "", 1)
+    file, _, line = (holder.source or "").partition(" ")[0].rpartition(":")
+    assert linecache.getline(file, int(line)).strip().startswith("out = model(")
 
 
 def test_a_healthy_loop_is_not_searched() -> None:
