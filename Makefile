@@ -10,6 +10,7 @@
 # make gpu      on a machine with a GPU: all that ten minutes there can measure, into out/ (tests/gpu); on any other machine
 #               GPU_DAY_DEVICE=cpu make gpu tries its logic
 # make bench    how fast the simulation and the allocator's replay are
+# make mutants  how many one-token changes to PART (ledger, or units.py) its unit tests, TESTS, find; for some minutes
 # make matrix   before a release: tests with other releases of torch and transformers, into docs/releases.md (half an hour)
 # make clean    removes .venv and caches
 #
@@ -26,7 +27,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test day-tests nightly lint format docs site accuracy truth gpu bench matrix clean
+.PHONY: demo check quick-tests test day-tests nightly lint format docs site accuracy truth gpu bench mutants matrix clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -86,6 +87,18 @@ bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.growth --repeat 1
+
+PART := ledger
+TESTS := tests/unit/$(basename $(PART))
+
+# mutmut changes a copy, and reads its settings from there.
+mutants: $(VENV)/.stamp-dev
+	@$(PIP) install -q -c constraints.txt mutmut
+	@rm -rf build/mutants && mkdir -p build/mutants
+	@cp -r memprof tests docs pyproject.toml README.md CONTRIBUTING.md build/mutants
+	@sed -i 's#only_mutate = .*#only_mutate = ["memprof/$(PART)$(if $(filter %.py,$(PART)),,/*)"]#; \
+	  s#test_selection = .*#test_selection = ["$(TESTS)"]#' build/mutants/pyproject.toml
+	@cd build/mutants && PYTHONPATH=. $(abspath $(BIN))/mutmut run --max-children 2; $(abspath $(BIN))/mutmut results
 
 matrix: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.releases

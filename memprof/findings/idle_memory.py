@@ -20,6 +20,7 @@ from memprof.units import MIB, format_bytes
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # found when the run's peak would be lower by at least both, the latter of the peak
 
+MIN_MODEL_PHASES = 2  # that compute after its last use: one may be the samples that a program draws at its end
 MIN_MODEL_BYTES = 256 * MIB  # a model that is used no more is found from here on, even if the peak is elsewhere
 
 _MOST_SHOWN = 3
@@ -123,8 +124,12 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         by_holder[_find_holder(trace, members) or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    last_use = max((trace.last_uses[index] for index in parameters), default=0)
+    computing = [time for time, phase in trace.list_phase_begins() if phase.kind in _COMPUTING and time >= last_use]
     program = trace.facts.program
-    if parameters and program is not None and program.ended == "exit":  # a program that was stopped may use it later
+    if (
+        len(computing) >= MIN_MODEL_PHASES and parameters and program is not None and program.ended == "exit"
+    ):  # a program that was stopped may use it later
         holder = _find_holder(trace, parameters)
         by = "" if holder is None else f", kept by {_format_holder(holder)}"
         fix = "delete the model and its optimizer, or move them to the host"

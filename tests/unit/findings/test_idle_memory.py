@@ -194,8 +194,8 @@ def test_gradients_that_are_accumulated_are_used() -> None:
     assert not b.find(350 * MIB)
 
 
-def two_models(ends: bool = True) -> UsesBuilder:
-    """A model of 256 MiB is trained; then a second one is run, with less memory at its peak."""
+def two_models(ends: bool = True, calls: int = 2) -> UsesBuilder:
+    """A model of 258 MiB is trained; then a second one is called, with less memory at its peak."""
     b = UsesBuilder(PhaseKind.MODEL)
     weight = b.parameter("weight", 86 * MIB // 4)
     b.phase(PhaseKind.FORWARD)
@@ -203,8 +203,9 @@ def two_models(ends: bool = True) -> UsesBuilder:
     b.phase(PhaseKind.OPTIMIZER_STEP)
     state = [b.new(86 * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
     b.use(weight, *state)
-    b.phase(PhaseKind.FORWARD, 2)
-    b.free(b.alloc(2 * MIB))
+    for step in range(calls):
+        b.phase(PhaseKind.FORWARD, 2 + step)
+        b.free(b.alloc(2 * MIB))
     if ends:
         exits(b)
     return b
@@ -215,6 +216,10 @@ def test_a_model_that_is_used_no_more_is_told_even_if_the_peak_is_elsewhere() ->
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 258 * MIB)
     assert "a model that is used no more, last used in optimizer step of step 1" in finding.title
     assert "at another moment" in finding.evidence[1].text
+
+
+def test_a_single_call_after_the_training_is_a_sample_that_is_drawn() -> None:
+    assert not two_models(calls=1).find()
 
 
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
