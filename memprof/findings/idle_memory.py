@@ -14,7 +14,7 @@ from memprof.findings.growth import describe_holder, find_step_leaks
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
 from memprof.ledger.what_if import free_earlier
-from memprof.trace.events import NONE, EventKind, Holder, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, EventKind, Holder, Phase, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
@@ -109,10 +109,11 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
+    phases = trace.list_phase_begins()
     for index in storages:
         owner = trace.owners.get(index)
-        last_phase = _find_last_phase(trace, index)
-        if owner is None:
+        last_phase = _find_phase(phases, trace.last_uses[index]).kind
+        if owner is None or owner.role is Role.KV_CACHE:
             if index not in growing:
                 by_key[_make_key(trace, index)].append(index)
         elif owner.role in _OF_MODELS and last_phase in _COMPUTING:  # not only initialized
@@ -125,7 +126,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
-    computing = [time for time, phase in trace.list_phase_begins() if phase.kind in _COMPUTING and time >= last_use]
+    computing = [time for time, phase in phases if phase.kind in _COMPUTING and time >= last_use]
     program = trace.facts.program
     if (
         len(computing) >= MIN_MODEL_PHASES and parameters and program is not None and program.ended == "exit"
@@ -140,11 +141,9 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     return groups
 
 
-def _find_last_phase(trace: Trace, index: int) -> PhaseKind | None:
-    """Return the kind of the phase in which a storage was last used."""
-    phases = trace.list_phase_begins()
-    at = bisect.bisect_left(phases, trace.last_uses[index], key=lambda begin: begin[0])
-    return phases[at - 1][1].kind if at else None
+def _find_phase(phases: Sequence[tuple[int, Phase]], num_events: int) -> Phase:
+    """Return the phase that was running after so many events; `phases` are those of `Trace.list_phase_begins`."""
+    return phases[max(bisect.bisect_left(phases, num_events, key=lambda begin: begin[0]) - 1, 0)][1]
 
 
 def _find_holder(trace: Trace, members: Iterable[int]) -> Holder | None:
@@ -210,8 +209,7 @@ def _format_last_use(context: Context, event: int) -> str:
     if stages:
         name, step, micro_batch = stages[0].name, stages[0].step, stages[0].micro_batch
     else:
-        phases = context.ledger.trace.list_phase_begins()
-        kind, step, micro_batch = phases[bisect.bisect_left(phases, event, key=lambda begin: begin[0]) - 1][1]
+        kind, step, micro_batch = _find_phase(context.ledger.trace.list_phase_begins(), event)
         name = kind.value
     return "" if name == PhaseKind.OTHER.value else f", last used in {format_stage(name, step, micro_batch)}"
 
