@@ -45,6 +45,8 @@ def find(context: Context) -> list[Finding]:
     For a model that is used no more while the peak is at another moment: the bytes of the model.
     """
     trace = context.ledger.trace
+    if trace.facts.command == "profile":
+        return []  # the loop is memprof's own, and not one that the user can change
     if not trace.last_uses or any(kind is EventKind.POOL for kind, _ in trace.events):
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     groups = _make_groups(context, _find_idle_storages(context))

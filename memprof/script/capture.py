@@ -100,12 +100,15 @@ class _StopRecord:
         if num_events is None or trace.source != "simulated":
             return
         trace.failure = self._failure
-        del trace.events[num_events:], trace.storages[num_storages:]
+        del trace.events[num_events:], trace.storages[num_storages:], trace.last_uses[num_storages:]
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < num_storages}
         trace.refused = [index for index in trace.refused if index < num_storages]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]
         trace.forwards = [forward for forward in trace.forwards if forward.end <= num_events]
-        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < num_storages]
+        trace.holders, trace.idle_holders = (
+            [holder for holder in holders if max(holder.storages, default=0) < num_storages]
+            for holders in (trace.holders, trace.idle_holders)
+        )
 
 
 def capture_script(

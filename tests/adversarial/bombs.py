@@ -220,12 +220,14 @@ def _long_names(document: dict[str, Any]) -> bytes:
     return _changed(document, modules=modules, ops=ops, sources=sources)
 
 
-_MANY, _MILLION = 300_000, 1_000_000
+_MANY, _MILLION, _SEGMENTS = 300_000, 1_000_000, 150_000
 # Captures, made of what one has in it: each with a table that is long or deep.
 CAPTURES: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "long shapes": lambda d: _changed(d, storages=[[row[0], [1] * _MANY, *row[2:]] for row in d["storages"]]),
+    # As many live storages as a GPU of 288 GB has segments of 2 MiB.
     "many storages": lambda d: _events(
-        d, 0, range(len(d["storages"]), len(d["storages"]) + _MANY), storages=d["storages"] + d["storages"][-1:] * _MANY
+        d, 0, range(len(d["storages"]), len(d["storages"]) + _SEGMENTS),
+        storages=d["storages"] + d["storages"][-1:] * _SEGMENTS,
     ),
     "many phases": lambda d: _events(d, 2, [0] * _MILLION),
     "phases of a table": lambda d: _events(

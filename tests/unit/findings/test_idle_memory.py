@@ -113,6 +113,12 @@ def test_silent_where_uses_are_not_known() -> None:
     assert not find(b.context())
 
 
+def test_silent_on_the_loop_of_memprof_profile() -> None:
+    b = logits_bound()
+    b.trace.facts = dataclasses.replace(b.trace.facts, command="profile")
+    assert not b.find()
+
+
 def test_silent_on_what_is_used_again_or_dies_before_the_next_phase() -> None:
     b = UsesBuilder(PhaseKind.FORWARD)
     saved, temporary = b.alloc(100 * MIB), b.alloc(100 * MIB)
