@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds, compute_memory_needs
@@ -115,18 +116,22 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     for index in storages:
         owner = trace.owners.get(index)
         last_phase = _find_phase(phases, trace.last_uses[index]).kind
+        if index in growing:
+            continue
         if owner is None or owner.role is Role.KV_CACHE:
-            if index not in growing:
-                by_key[_make_key(trace, index)].append(index)
+            by_key[_make_key(trace, index)].append(index)
         elif owner.role in _OF_MODELS and last_phase in _COMPUTING:  # not only initialized
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
             gradients.append(index)
     by_holder: dict[Holder | tuple[int, int], list[int]] = defaultdict(list)
     for key, members in by_key.items():
-        by_holder[_find_holder(trace, members) or key] += members
+        holder = _find_holder(trace, members)
+        if holder is None or not _is_buffer(context, holder, members):
+            by_holder[holder or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
-    parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    pile_up = any(index in trace.owners and trace.owners[index].role is Role.PARAMETER for index in growing)
+    parameters = [] if pile_up else [index for index in models if trace.owners[index].role is Role.PARAMETER]
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in phases if phase.kind in _COMPUTING and time >= last_use]
     program = trace.facts.program
@@ -156,6 +161,13 @@ def _find_holder(trace: Trace, members: Iterable[int]) -> Holder | None:
     return holder if count else None
 
 
+def _is_buffer(context: Context, holder: Holder, members: Sequence[int]) -> bool:
+    """Return whether a program keeps `members` on purpose: in a cache of limited size, or in a window of steps, which
+    has more of them at a time than the holder that was seen in one step."""
+    num_held = len(set(members).intersection(holder.storages))
+    return holder.limit is not None or _find_most(context, members, lambda index: 1) > num_held
+
+
 def _make_ownerless_group(trace: Trace, key: Holder | tuple[int, int], members: list[int]) -> _Group:
     """Return the group of tensors that a holder keeps, or, where none was seen, that one line made."""
     largest = trace.storages[max(members, key=lambda index: trace.storages[index].num_bytes)]
@@ -182,7 +194,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     saved = lifetimes.peak_reduction(
         [Saving(used, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, used in frees.items()]
     )
-    kept = _find_most_bytes(context, group.storages)
+    kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
     needs = None
     if saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes:
         run = ledger.run
@@ -221,18 +233,14 @@ def _make_fix_evidence(group: _Group) -> Evidence:
     return Evidence(f"fix: {group.fix}", source=None if group.holder is None else group.holder.source)
 
 
-def _find_most_bytes(context: Context, storages: Sequence[int]) -> int:
-    """Return the most bytes of `storages` that are kept after their last use at one moment."""
-    trace, lifetimes = context.ledger.trace, context.lifetimes
+def _find_most(context: Context, storages: Iterable[int], measure: Callable[[int], int]) -> int:
+    """Return the largest sum of `measure` over the storages that are kept after their last use at one moment."""
+    last_uses, deaths = context.ledger.trace.last_uses, context.lifetimes.deaths
     changes = []
     for index in storages:
-        num_bytes = lifetimes.sum_bytes([index])
-        changes += [(trace.last_uses[index], num_bytes), (lifetimes.deaths[index], -num_bytes)]
-    now = most = 0
-    for _, change in sorted(changes):
-        now += change
-        most = max(most, now)
-    return most
+        amount = measure(index)
+        changes += [(last_uses[index], amount), (deaths[index], -amount)]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def _make_effect_evidence(context: Context, needs: MemoryNeeds | None) -> Evidence:

@@ -77,6 +77,30 @@ def test_what_fills_a_container_is_the_line_to_change() -> None:
     assert finding.evidence[0].text == "fix: drop the tensors of `Cache.parts` after their use"
 
 
+def windowed(num_kept: int, limit: int | None = None) -> UsesBuilder:
+    """Each of four steps makes a tensor that is freed `num_kept` steps later; one was seen in a variable."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.parameter("weight", 100)
+    made: list[int] = []
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        made.append(b.alloc(100 * MIB, line="train.py:7 main"))
+        b.use(made[-1])
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(b.alloc(300 * MIB))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        if step >= num_kept:
+            b.free(made[step - num_kept])
+    b.trace.idle_holders.append(OUT._replace(storages=(made[0],), limit=limit))
+    return b
+
+
+def test_a_window_or_a_cache_keeps_what_it_has_on_purpose() -> None:
+    assert windowed(1).find()
+    assert not windowed(2).find()
+    assert not windowed(1, limit=8).find()
+
+
 def test_where_no_holder_was_seen_the_line_is_named() -> None:
     (finding,) = logits_bound(held=False).find()
     assert "the result of aten.empty at model.py:3" in finding.title
