@@ -130,7 +130,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         if holder is None or not _is_buffer(context, holder, members):
             by_holder[holder or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
-    pile_up = any(index in trace.owners and trace.owners[index].role is Role.PARAMETER for index in growing)
+    pile_up = any(index in trace.owners and trace.owners[index].role in _OF_MODELS for index in growing)
     parameters = [] if pile_up else [index for index in models if trace.owners[index].role is Role.PARAMETER]
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in phases if phase.kind in _COMPUTING and time >= last_use]
