@@ -96,10 +96,11 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.backward_function is None:
             raise RuntimeError("this kernel has no backward")
-        _record(*ctx.saved_tensors, *gradients)
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them
+        _record(*saved, *gradients)
         if in_graph.is_traced(gradients):
-            return None, None, *in_graph.call_in_graph(ctx.backward_function, ctx.saved_tensors, *gradients)
-        return None, None, *ctx.backward_function(ctx.saved_tensors, *gradients)
+            return None, None, *in_graph.call_in_graph(ctx.backward_function, saved, *gradients)
+        return None, None, *ctx.backward_function(saved, *gradients)
 
 
 def _record(*values: Any) -> None:

@@ -116,7 +116,7 @@ def test_first_stage_has_the_embedding_and_last_the_head(
     subject = build_from_model(model)
     geometry, spread = subject.geometry, parse_plan(plan, gpus)
     table = geometry.vocab * geometry.hidden
-    parts = [build_rank(spread, stage).elements(geometry) for stage in range(spread.stages)]
+    parts = [build_rank(spread, stage).count_elements(geometry) for stage in range(spread.stages)]
     assert [part.embedding / table for part in parts] == embeddings
     assert [part.head / table for part in parts] == heads
-    assert [part.final / geometry.hidden for part in parts] == finals
+    assert [part.final_norm / geometry.hidden for part in parts] == finals

@@ -68,12 +68,15 @@ def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
 
 
 def test_sorts_change_their_way_at_exactly_so_many_values_and_slices():
-    assert sorting.sort((empty(4097),), GPU) == [8 * 4097, sorting.radix_sort_bytes(4097, 4, 8, 32, GPU)]
-    assert len(sorting.sort((empty(127, 5000), -1), GPU)) == 4
-    assert len(sorting.sort((empty(128, 5000), -1), GPU)) == 2
+    assert sorting.compute_sort_scratch((empty(4097),), GPU) == [
+        8 * 4097,
+        sorting.radix_sort_bytes(4097, 4, 8, 32, GPU),
+    ]
+    assert len(sorting.compute_sort_scratch((empty(127, 5000), -1), GPU)) == 4
+    assert len(sorting.compute_sort_scratch((empty(128, 5000), -1), GPU)) == 2
     # From a million values on, a slice is sorted after the other.
-    assert len(sorting.sort((empty(4, 999_999), -1), GPU)) == 4
-    assert sorting.sort((empty(4, 1_000_000), -1), GPU)[0] == 8 * 1_000_000
+    assert len(sorting.compute_sort_scratch((empty(4, 999_999), -1), GPU)) == 4
+    assert sorting.compute_sort_scratch((empty(4, 1_000_000), -1), GPU)[0] == 8 * 1_000_000
 
 
 def test_a_sort_of_a_part_copies_nothing():
