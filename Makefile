@@ -93,6 +93,8 @@ TESTS := tests/unit/$(basename $(PART))
 
 # mutmut changes a copy, and reads its settings from there.
 mutants: $(VENV)/.stamp-dev
+	@test -e memprof/$(PART) && test -e $(TESTS) || \
+	  { echo "no memprof/$(PART) with tests in $(TESTS): make mutants PART=units.py TESTS=tests/unit/test_units.py" >&2; exit 1; }
 	@$(PIP) install -q -c constraints.txt mutmut
 	@rm -rf build/mutants && mkdir -p build/mutants
 	@cp -r memprof tests docs pyproject.toml README.md CONTRIBUTING.md build/mutants

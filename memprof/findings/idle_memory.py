@@ -15,18 +15,16 @@ from memprof.findings.growth import describe_holder, find_step_leaks
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
 from memprof.ledger.what_if import free_earlier
-from memprof.trace.events import NONE, EventKind, Holder, Phase, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, ROLES_OF_MODELS, EventKind, Holder, Phase, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # found when the run's peak would be lower by at least both, the latter of the peak
 
 MIN_MODEL_PHASES = 2  # that compute after its last use: one may be the samples that a program draws at its end
-MIN_MODEL_BYTES = 256 * MIB  # a model that is used no more is found from here on, even if the peak is elsewhere
+MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here on, even if the peak is elsewhere
 
 _MOST_SHOWN = 3
-_COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION, PhaseKind.DECODE)
-_OF_MODELS = (Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE)
 
 
 class _Group(NamedTuple):
@@ -43,7 +41,7 @@ class _Group(NamedTuple):
 def find(context: Context) -> list[Finding]:
     """Return a finding for each holder; `num_bytes` is the reduction of the peak by freeing after the last use.
 
-    For a model that is used no more while the peak is at another moment: the bytes of the model.
+    For a model that is no longer used while the peak is at another moment: the bytes of the model.
     """
     trace = context.ledger.trace
     if trace.facts.command == "profile":
@@ -63,10 +61,11 @@ def _find_idle_storages(context: Context) -> list[int]:
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
     phases = trace.list_phase_begins()
     times = [time for time, _ in phases]
-    computing = [time for time, phase in phases if phase.kind in _COMPUTING]
+    computing = [time for time, phase in phases if phase.kind.computes]
     out_of_memory = context.ledger.out_of_memory
-    cut = trace.ended_out_of_memory and out_of_memory is not None
-    last_event = out_of_memory.event if cut and out_of_memory is not None else len(trace.events)
+    last_event = len(trace.events)
+    if trace.ended_out_of_memory and out_of_memory is not None:
+        last_event = out_of_memory.event
     held = _find_held_storages(context, last_event)
     result = []
     for index, used in enumerate(trace.last_uses):
@@ -77,8 +76,8 @@ def _find_idle_storages(context: Context) -> list[int]:
         if following == len(computing) or deaths[index] <= computing[following]:
             continue
         dies_in = phases[bisect.bisect_right(times, deaths[index]) - 1][1].kind
-        is_autograds = dies_in is PhaseKind.BACKWARD or deaths[index] > last_event
-        if not is_autograds or index in trace.owners or index in held:
+        is_of_autograd = dies_in is PhaseKind.BACKWARD or deaths[index] > last_event
+        if not is_of_autograd or index in trace.owners or index in held:
             result.append(index)
     return result
 
@@ -86,15 +85,20 @@ def _find_idle_storages(context: Context) -> list[int]:
 def _find_held_storages(context: Context, last_event: int) -> set[int]:
     """Return the storages that a holder was seen to have, and those that it has at `last_event`, an error.
 
-    The holder was seen in an earlier step: it has as many of the tensors that the same line made last.
+    The holder was seen in an earlier step: it has as many of the tensors that the same line made last, if these too
+    were last used in a phase of the same kind. Others have a use in the step that the error has cut.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
+    phases = trace.list_phase_begins()
     held = {index for holder in trace.idle_holders for index in holder.storages}
     if last_event < len(trace.events):
         for holder in trace.idle_holders:
             for key, count in Counter(_make_key(trace, index) for index in holder.storages).items():
                 alike = [index for index in range(len(trace.storages)) if _make_key(trace, index) == key]
-                held.update(lifetimes.find_live(last_event, alike).storages[-count:])
+                newest = lifetimes.find_live(last_event, alike).storages[-count:]
+                seen = [index for index in holder.storages if _make_key(trace, index) == key]
+                kinds = {_find_phase(phases, trace.last_uses[index]).kind for index in seen}
+                held.update(i for i in newest if _find_phase(phases, trace.last_uses[i]).kind in kinds)
     return held
 
 
@@ -120,28 +124,27 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             continue
         if owner is None or owner.role is Role.KV_CACHE:
             by_key[_make_key(trace, index)].append(index)
-        elif owner.role in _OF_MODELS and last_phase in _COMPUTING:  # not only initialized
+        elif owner.role in ROLES_OF_MODELS and last_phase.computes:  # not only initialized
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
             gradients.append(index)
     by_holder: dict[Holder | tuple[int, int], list[int]] = defaultdict(list)
     for key, members in by_key.items():
         holder = _find_holder(trace, members)
-        if holder is None or not _is_buffer(context, holder, members):
+        if holder is None or not _is_kept_on_purpose(context, holder, members):
             by_holder[holder or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
-    pile_up = any(index in trace.owners and trace.owners[index].role in _OF_MODELS for index in growing)
+    pile_up = any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in growing)
     parameters = [] if pile_up else [index for index in models if trace.owners[index].role is Role.PARAMETER]
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
-    computing = [time for time, phase in phases if phase.kind in _COMPUTING and time >= last_use]
+    computing = [time for time, phase in phases if phase.kind.computes and time >= last_use]
     program = trace.facts.program
-    if (
-        len(computing) >= MIN_MODEL_PHASES and parameters and program is not None and program.ended == "exit"
-    ):  # a program that was stopped may use it later
+    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
+    if parameters and has_ended and len(computing) >= MIN_MODEL_PHASES:
         holder = _find_holder(trace, parameters)
         by = "" if holder is None else f", kept by {_format_holder(holder)}"
         fix = "delete the model and its optimizer, or move them to the host"
-        groups.append(_Group(f"a model that is used no more{by}", fix, holder, models, is_model=True))
+        groups.append(_Group(f"a model that is no longer used{by}", fix, holder, models, is_model=True))
     if gradients:
         fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
         groups.append(_Group("gradients that the optimizer has used", fix, None, gradients))
@@ -161,7 +164,7 @@ def _find_holder(trace: Trace, members: Iterable[int]) -> Holder | None:
     return holder if count else None
 
 
-def _is_buffer(context: Context, holder: Holder, members: Sequence[int]) -> bool:
+def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]) -> bool:
     """Return whether a program keeps `members` on purpose: in a cache of limited size, or in a window of steps, which
     has more of them at a time than the holder that was seen in one step."""
     num_held = len(set(members).intersection(holder.storages))
@@ -171,14 +174,14 @@ def _is_buffer(context: Context, holder: Holder, members: Sequence[int]) -> bool
 def _make_ownerless_group(trace: Trace, key: Holder | tuple[int, int], members: list[int]) -> _Group:
     """Return the group of tensors that a holder keeps, or, where none was seen, that one line made."""
     largest = trace.storages[max(members, key=lambda index: trace.storages[index].num_bytes)]
-    on_host = 'load it with map_location="cpu"' if trace.op(largest) == "torch.load" else ""
+    load_fix = 'load it with map_location="cpu"' if trace.op(largest) == "torch.load" else ""
     if not isinstance(key, Holder):
         made = f"the result of {trace.op(largest)} at {file_and_line(trace.source_line(largest))}"
-        return _Group(made, on_host or "drop the last reference after the last use", None, members)
+        return _Group(made, load_fix or "drop the last reference after the last use", None, members)
     variable = key.name.partition("[")[0]
-    is_variable = "." not in variable and (not key.kind or on_host)
+    is_variable = "." not in variable and (not key.kind or load_fix)
     fix = f"`del {variable}` after the last use" if is_variable else f"drop the tensors of `{key.name}` after their use"
-    return _Group(_format_holder(key), f"{on_host}, or {fix}" if on_host else fix, key, members)
+    return _Group(_format_holder(key), f"{load_fix}, or {fix}" if load_fix else fix, key, members)
 
 
 def _format_holder(holder: Holder) -> str:

@@ -101,6 +101,7 @@ class _StopRecord:
             return
         trace.failure = self._failure
         del trace.events[num_events:], trace.storages[num_storages:], trace.last_uses[num_storages:]
+        trace.last_uses = [min(used, num_events) for used in trace.last_uses]
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < num_storages}
         trace.refused = [index for index in trace.refused if index < num_storages]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]

@@ -33,7 +33,7 @@ class ProcessSelection:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """How to start one process: program and arguments for `python`, environment variables, rank, and sizes."""
+    """Start of one process: program and arguments for `python`, environment variables, rank, and sizes."""
 
     name: str
     arguments: tuple[str, ...]

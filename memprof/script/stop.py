@@ -144,7 +144,7 @@ def allow_stop_from_threads() -> Iterator[Callable[[], None]]:
 
 @dataclass(frozen=True, slots=True)
 class ScriptOutcome:
-    """How a script ended: reason, exit code and exception."""
+    """The end of a script: reason, exit code and exception."""
 
     ended: EndReason
     exit_code: int  # the script's exit code: 0 where it was stopped, 1 where it raised

@@ -83,8 +83,8 @@ def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
-        _record(*inputs)
         outputs, saved = in_graph.call_in_graph(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
+        _record(*inputs)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*saved)
         ctx.backward_function = backward
@@ -97,14 +97,15 @@ class _Kernel(torch.autograd.Function):
         if ctx.backward_function is None:
             raise RuntimeError("this kernel has no backward")
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them
-        _record(*saved, *gradients)
         if in_graph.is_traced(gradients):
             return None, None, *in_graph.call_in_graph(ctx.backward_function, saved, *gradients)
-        return None, None, *ctx.backward_function(saved, *gradients)
+        found = ctx.backward_function(saved, *gradients)
+        _record(*saved, *gradients)
+        return None, None, *found
 
 
 def _record(*values: Any) -> None:
-    """Record that a kernel uses the tensors among `values`."""
+    """Record that a kernel has used the tensors among `values`."""
     if _record_uses is not None and not in_graph.is_traced(values):
         _record_uses([value for value in values if isinstance(value, torch.Tensor)])
 

@@ -101,7 +101,7 @@ class Module(NamedTuple):
 
 
 class PhaseKind(enum.StrEnum):
-    """What the program does in a phase."""
+    """The kind of a phase: the part of a run in which the program is."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -114,6 +114,16 @@ class PhaseKind(enum.StrEnum):
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
+
+    @property
+    def computes(self) -> bool:
+        """Return whether a model or an optimizer computes in the phase."""
+        return self in _COMPUTING
+
+
+_COMPUTING = frozenset(
+    {PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION}
+)
 
 
 class Phase(NamedTuple):
@@ -137,6 +147,8 @@ class Role(enum.StrEnum):
     COMMUNICATION = "communication"
     UNSHARDED = "unsharded parameter"  # A parameter that ranks share in parts, gathered while it is used
 
+
+ROLES_OF_MODELS = frozenset({Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE})
 
 ROLES_PER_STEP = frozenset(
     {Role.INPUT, Role.GRADIENT}
@@ -348,8 +360,8 @@ class Trace:
     gpus: dict[str, bool] = field(default_factory=dict, metadata=json_name("cards"))
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
-    # For each storage, the number of events before the last operator that read or wrote it; NONE: none did. Empty if
-    # uses were not recorded: a measured run, a capture of an earlier release.
+    # For each storage, the number of events up to the end of the last operator that read or wrote it; NONE: none did.
+    # Empty if uses were not recorded: a measured run, a capture of an earlier release.
     last_uses: list[int] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
     modules: list[Module] = field(default_factory=list)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from memprof.device.ceiling import compute_limit_bytes, suggest_limit
 from memprof.errors import UsageError
-from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
+from memprof.trace.events import NONE, Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.facts import Facts
 from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.json_values import fields_from_plain, from_plain, json_fields, rows_from_plain
@@ -185,12 +185,14 @@ def _check_references(trace: Trace) -> None:
         EventKind.WAIT: len(trace.waits),
     }
     unallocated, live = set(range(len(trace.storages))), set()
-    for kind, ref in trace.events:
+    births: dict[int, int] = {}
+    for time, (kind, ref) in enumerate(trace.events):
         if not (isinstance(ref, int) and 0 <= ref < table_sizes[kind]):
             raise ValueError(f"an event points to {kind.name} {ref!r}")
         if kind is EventKind.ALLOC:
             unallocated.remove(ref)
             live.add(ref)
+            births[ref] = time
         elif kind is EventKind.FREE:
             live.remove(ref)
     if unallocated:
@@ -203,6 +205,9 @@ def _check_references(trace: Trace) -> None:
         raise ValueError("a failed allocation, an owner or a use points outside the table")
     if trace.last_uses and len(trace.last_uses) != len(trace.storages):
         raise ValueError("there is not one last use for each storage")
+    for index, used in enumerate(trace.last_uses):
+        if used != NONE and not births[index] < used <= len(trace.events):
+            raise ValueError(f"storage {index} is used outside its life")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:

@@ -29,7 +29,7 @@ DEFAULT_POOL: PoolId = (0, 0)
 
 
 class Action(enum.StrEnum):
-    """What happened in an event of a snapshot's device trace."""
+    """The action of an event in a snapshot's device trace."""
 
     ALLOC = "alloc"
     FREE_REQUESTED = "free_requested"

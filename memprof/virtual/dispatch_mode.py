@@ -146,7 +146,6 @@ class DispatchMode(DeviceState):
                     with self:
                         args, kwargs = self.cast_arguments(operator.packet, args, kwargs)
                 call = OperatorCall(func, args, kwargs or {}, self)
-                self.recorder.storages.record_uses(call.tensors)
                 updates = self.updates
                 if updates is not None and not (updates.is_watching and (call.on_gpu or "device" in call.kwargs)):
                     updates = None
@@ -154,7 +153,9 @@ class DispatchMode(DeviceState):
                     updates.record_operator_begin(call.tensors)
                 site = self.recorder.attribution.find_call_site(sys._getframe(1))
                 if call.sparse or call.quantized or operator.returns_sparse:
-                    return self._run_sparse_or_quantized(operator, call, site)
+                    result = self._run_sparse_or_quantized(operator, call, site)
+                    self.recorder.storages.record_uses(call.tensors)
+                    return result
                 if self.recorder.streams.uses_other_streams and call.on_gpu:
                     self.recorder.record_stream_use(call.tensors)
                 if self.gpus.has_several:
@@ -181,6 +182,7 @@ class DispatchMode(DeviceState):
                     else:
                         result = self.run_allocating(operator, call, site)
                 self.meter.count(operator, call, result)
+                self.recorder.storages.record_uses(call.tensors)
                 if updates is not None:
                     _report_update(updates, call, result)
                 return result

@@ -1,4 +1,4 @@
-"""What a line of the program does, read from its source code: fills a container or sum, or only displays values."""
+"""Source lines of the program: those that fill a container or sum, assign to a variable, or only display values."""
 
 from __future__ import annotations
 

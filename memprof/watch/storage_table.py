@@ -73,7 +73,7 @@ class StorageTable:
         return index in self._ref_by_index
 
     def record_uses(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that an operator reads or writes `tensors` now."""
+        """Record that an operator, which has just run, has read or written `tensors`."""
         num_events = len(self._writer.trace.events)
         last_uses, index_by_address = self._last_uses, self.index_by_address
         for tensor in tensors:

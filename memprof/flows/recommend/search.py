@@ -25,7 +25,7 @@ DEFAULT_EFFECTIVE_BATCH = 8
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What the user requests of a search: goal, batch size and precision."""
+    """The user's request to a search: goal, batch size and precision."""
 
     goal: Goal
     # Sequences in an optimizer step (inference: at a time). None: `micro_batch` if given, else 8 (inference: 1).

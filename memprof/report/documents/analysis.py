@@ -104,7 +104,7 @@ class MissingFrames:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRow:
-    """How many of the recorded block addresses memprof's simulated allocator reproduces."""
+    """Agreement of memprof's simulated allocator with the recording: the block addresses that it reproduces."""
 
     allocations: int
     identical_addresses: int

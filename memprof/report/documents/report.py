@@ -67,7 +67,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a run fits the GPU, the memory that it needs, and the failed allocation if it does not fit."""
+    """The verdict on a run: whether it fits the GPU, the memory that it needs, and the failed allocation, if any."""
 
     # None if the run failed, or was stopped, too early to tell. A program that caught out-of-memory errors fits if it
     # goes on without the failed allocations.

@@ -198,6 +198,23 @@ def test_after_an_error_only_as_many_as_the_variable_had_are_idle() -> None:
     assert finding.num_bytes == 100 * MIB and finding.title.endswith("without it the run fits")
 
 
+def test_after_an_error_what_the_step_before_used_in_its_backward_is_not_idle() -> None:
+    """The backward that the error has cut would have read it."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    first = b.alloc(100 * MIB, line="model.py:3 forward")
+    b.phase(PhaseKind.BACKWARD)
+    b.use(first)
+    b.phase(PhaseKind.FORWARD, 2)
+    second = b.alloc(100 * MIB, line="model.py:3 forward")
+    b.use(second)
+    b.free(first)
+    b.phase(PhaseKind.BACKWARD, 2)
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+    b.trace.idle_holders.append(OUT._replace(storages=(first,)))
+    assert not b.find(300 * MIB)
+
+
 def test_gradients_that_lie_under_the_next_forward() -> None:
     b = UsesBuilder(PhaseKind.MODEL)
     b.parameter("weight", 100 * MIB // 4)
@@ -224,14 +241,14 @@ def test_gradients_that_are_accumulated_are_used() -> None:
     assert not b.find(350 * MIB)
 
 
-def two_models(ends: bool = True, calls: int = 2) -> UsesBuilder:
+def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86) -> UsesBuilder:
     """A model of 258 MiB is trained; then a second one is called, with less memory at its peak."""
     b = UsesBuilder(PhaseKind.MODEL)
-    weight = b.parameter("weight", 86 * MIB // 4)
+    weight = b.parameter("weight", part_mib * MIB // 4)
     b.phase(PhaseKind.FORWARD)
     b.free(b.alloc(400 * MIB))
     b.phase(PhaseKind.OPTIMIZER_STEP)
-    state = [b.new(86 * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
+    state = [b.new(part_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
     b.use(weight, *state)
     for step in range(calls):
         b.phase(PhaseKind.FORWARD, 2 + step)
@@ -244,12 +261,17 @@ def two_models(ends: bool = True, calls: int = 2) -> UsesBuilder:
 def test_a_model_that_is_used_no_more_is_told_even_if_the_peak_is_elsewhere() -> None:
     (finding,) = two_models().find()
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 258 * MIB)
-    assert "a model that is used no more, last used in optimizer step of step 1" in finding.title
+    assert "a model that is no longer used, last used in optimizer step of step 1" in finding.title
     assert "at another moment" in finding.evidence[1].text
 
 
 def test_a_single_call_after_the_training_is_a_sample_that_is_drawn() -> None:
     assert not two_models(calls=1).find()
+
+
+def test_a_model_counts_from_256_mib_on() -> None:
+    """Weight and two states of equal size."""
+    assert two_models(part_mib=86).find() and not two_models(part_mib=84).find()
 
 
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:

@@ -170,6 +170,9 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
         (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
         (damaged(last_uses=[1, 2]), "damaged"),
+        (damaged(last_uses=[2]), "damaged"),  # the storage is allocated by the event of that index
+        (damaged(last_uses=[5]), "damaged"),  # there are four events
+        (damaged(last_uses=[-2]), "damaged"),
         (damaged(idle_holders=[[0, "", "out", None, False, None, [1], 0, 0, None]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],

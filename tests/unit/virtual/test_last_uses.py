@@ -10,6 +10,7 @@ import torch
 import memprof
 from memprof.trace.events import NONE
 from memprof.virtual import VirtualGpu
+from memprof.watch import holders, idle
 
 ELEMENTS = 1 << 20
 
@@ -21,18 +22,16 @@ def last_use(gpu: VirtualGpu, tensor: torch.Tensor) -> int:
 def test_operators_that_read_or_write_use_and_views_do_not(gpu: VirtualGpu) -> None:
     read, written, unused = (torch.empty(ELEMENTS, device="cuda") for _ in range(3))
     assert [last_use(gpu, one) for one in (read, written, unused)] == [NONE] * 3
-    before = gpu.num_events
-    total = read + 1
-    assert last_use(gpu, read) == before and last_use(gpu, total) == NONE
+    total = read + 1  # its own result is allocated within the use
+    assert last_use(gpu, read) == gpu.num_events and last_use(gpu, total) == NONE
     before = gpu.num_events
     written.zero_()
     assert last_use(gpu, written) == before
     torch.empty(ELEMENTS, device="cuda")
     view = read.view(2, -1)[0]
     assert last_use(gpu, read) < gpu.num_events
-    before = gpu.num_events
-    view.sum()
-    assert last_use(gpu, read) == before
+    kept = view.sum()
+    assert kept is not None and last_use(gpu, read) == gpu.num_events
     assert last_use(gpu, unused) == NONE
 
 
@@ -62,8 +61,8 @@ def test_a_stubs_kernel_uses_its_inputs_and_what_it_saved() -> None:
     with memprof.virtual_gpu("a100-80gb") as gpu:
         x = torch.ones(64, 32, device="cuda", requires_grad=True)
         weight = torch.ones(32, device="cuda", requires_grad=True)
-        events = len(gpu.trace.events)
         out = memprof.kernel(forward, backward, x, weight)
+        events = len(gpu.trace.events)
         assert gpu.trace.last_uses[:2] == [events, events]
         events = len(gpu.trace.events)
         out.backward(torch.ones_like(out))
@@ -102,3 +101,50 @@ def test_a_healthy_loop_is_not_searched() -> None:
         for _ in range(3):
             step(model, optimizer)
     assert not gpu.trace.idle_holders
+
+
+@pytest.mark.parametrize(("rows", "is_found"), [(1024, True), (1023, False)])
+def test_holders_are_searched_from_16_mib_on(rows: int, is_found: bool) -> None:
+    """Output of 4,096 features in float32: 16 KiB a row."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(16, 4096).cuda()
+        for _ in range(2):
+            out = model(torch.randn(rows, 16, device="cuda"))
+            out.sum().backward()
+            model.zero_grad()
+    assert bool(gpu.trace.idle_holders) == is_found
+
+
+def test_holders_are_searched_six_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    monkeypatch.setattr(idle, "NUM_FIRST_PHASES", 100)
+    monkeypatch.setattr(
+        holders.HolderSearch, "find_holders", lambda self, targets, outermost=False: searches.append(len(targets)) or []
+    )
+    kept = []
+    with memprof.virtual_gpu("h100-80gb"):
+        model = torch.nn.Linear(16, 16).cuda()
+        data = torch.ones(2048, 4096, device="cuda")
+        for operator in (torch.sin, torch.cos, torch.tan, torch.exp, torch.log, torch.sqrt, torch.abs, torch.neg):
+            kept.append(operator(data))
+            kept[-1].sum()
+            model(torch.randn(4, 16, device="cuda")).sum().backward()
+    assert len(searches) == 6
+
+
+def test_live_tensors_are_looked_at_in_the_first_twelve_phases_and_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(
+        idle.IdleWatch, "_find_holders", lambda self, before, with_owners: looked.append(self._num_phases)
+    )
+    with memprof.virtual_gpu("h100-80gb"):
+        model = torch.nn.Linear(16, 16).cuda()
+        for _ in range(40):
+            model(torch.randn(4, 16, device="cuda")).sum().backward()
+            with torch.no_grad():
+                model(torch.randn(4, 16, device="cuda"))
+    *phases, _ = looked  # the last is the end of the run
+    assert [number for number in phases if number > 12] == [number for number in (16, 32, 64) if number in phases]
+    assert 12 in phases or 11 in phases

@@ -16,7 +16,7 @@ from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 
 MEMPROF = memprof.__file__.removesuffix("__init__.py")
-MOST_FILES, MOST_CALLS = 8, 26
+MOST_FILES, MOST_CALLS = 8, 25
 
 
 @pytest.fixture
