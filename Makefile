@@ -98,8 +98,8 @@ mutants: $(VENV)/.stamp-dev
 	@$(PIP) install -q -c constraints.txt mutmut
 	@rm -rf build/mutants && mkdir -p build/mutants
 	@cp -r memprof tests docs pyproject.toml README.md CONTRIBUTING.md build/mutants
-	@sed -i 's#only_mutate = .*#only_mutate = ["memprof/$(PART)$(if $(filter %.py,$(PART)),,/*)"]#; \
-	  s#test_selection = .*#test_selection = ["$(TESTS)"]#' build/mutants/pyproject.toml
+	@sed -i -e 's|^only_mutate = .*|only_mutate = ["memprof/$(PART)$(if $(filter %.py,$(PART)),,/*)"]|' \
+	  -e 's|test_selection = .*|test_selection = ["$(TESTS)"]|' build/mutants/pyproject.toml
 	@cd build/mutants && PYTHONPATH=. $(abspath $(BIN))/mutmut run --max-children 2; $(abspath $(BIN))/mutmut results
 
 matrix: $(VENV)/.stamp-dev
