@@ -91,7 +91,7 @@ bench: $(VENV)/.stamp
 PART := ledger
 TESTS := tests/unit/$(basename $(PART))
 
-# mutmut changes a copy, and reads its settings from there.
+# mutmut changes a copy, and reads its settings from there. It forks, which more threads of torch do not survive.
 mutants: $(VENV)/.stamp-dev
 	@test -e memprof/$(PART) && test -e $(TESTS) || \
 	  { echo "no memprof/$(PART) with tests in $(TESTS): make mutants PART=units.py TESTS=tests/unit/test_units.py" >&2; exit 1; }
@@ -100,7 +100,7 @@ mutants: $(VENV)/.stamp-dev
 	@cp -r memprof tests docs pyproject.toml README.md CONTRIBUTING.md build/mutants
 	@sed -i -e 's|^only_mutate = .*|only_mutate = ["memprof/$(PART)$(if $(filter %.py,$(PART)),,/*)"]|' \
 	  -e 's|test_selection = .*|test_selection = ["$(TESTS)"]|' build/mutants/pyproject.toml
-	@cd build/mutants && PYTHONPATH=. $(abspath $(BIN))/mutmut run --max-children 2; $(abspath $(BIN))/mutmut results
+	@cd build/mutants && OMP_NUM_THREADS=1 PYTHONPATH=. $(abspath $(BIN))/mutmut run --max-children 2; $(abspath $(BIN))/mutmut results
 
 matrix: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.releases

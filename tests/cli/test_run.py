@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import TRAIN
 from tests.lanes import by_day
-from tests.processes import Done, python
+from tests.processes import ROOT, Done, python
 
 
 def started(*arguments: str, seconds: float = 300) -> Done:
@@ -107,7 +107,7 @@ def test_a_full_gpu_ends_it(memprof, script):
     ran = memprof("run", "--json", "--gpu-vram", "1", script(), 4096, 60000)
     assert ran.exit_code == 3
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in ran.stderr
-    assert "runpy" not in ran.stderr and "memprof/" not in ran.stderr
+    assert "runpy" not in ran.stderr and f"{ROOT / 'memprof'}/" not in ran.stderr
     document = ran.json
     assert document["program"]["ended"] == "refused" and document["failure"] is None
     verdict = document["verdict"]
