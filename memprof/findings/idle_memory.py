@@ -11,7 +11,7 @@ from typing import NamedTuple
 from memprof.allocator import MemoryNeeds, compute_memory_needs
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import describe_holder, find_step_leaks
+from memprof.findings.growth import describe_holder, find_step_leaks, holder_key
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
 from memprof.ledger.what_if import free_earlier
@@ -48,7 +48,9 @@ def find(context: Context) -> list[Finding]:
         return []  # the loop is memprof's own, and not one that the user can change
     if not trace.last_uses or any(kind is EventKind.POOL for kind, _ in trace.events):
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
-    groups = _make_groups(context, _find_idle_storages(context))
+    kept_by_errors = {index for holder in trace.error_holders for index in holder.storages}
+    groups = _make_groups(context, (index for index in _find_idle_storages(context) if index not in kept_by_errors))
+    groups += _make_error_groups(trace)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
 
 
@@ -148,6 +150,26 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     if gradients:
         fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
         groups.append(_Group("gradients that the optimizer has used", fix, None, gradients))
+    return groups
+
+
+def _make_error_groups(trace: Trace) -> list[_Group]:
+    """Return the groups of tensors that caught out-of-memory errors keep, by the `except` block or variable."""
+    holders: dict[tuple[object, ...], list[Holder]] = defaultdict(list)
+    for holder in trace.error_holders:
+        holders[holder_key(holder)].append(holder)
+    groups = []
+    for (holder, *_), storages in (
+        (same, [i for holder in same for i in holder.storages]) for same in holders.values()
+    ):
+        place = "" if holder.source is None else f" ({file_and_line(holder.source)})"
+        if holder.is_handler:
+            by = f"the `except` block in which {f'`{holder.name}`' if holder.name else 'a library'} retries{place}"
+            fix = "leave the `except` block before the retry: set a flag in it, and retry after the block"
+        else:
+            by = f"the traceback of {_format_holder(holder)}"
+            fix = f"keep no exception in `{holder.name}`: its text, str(error), is enough"
+        groups.append(_Group(f"tensors of an attempt that ran out of memory, kept by {by}", fix, holder, storages))
     return groups
 
 

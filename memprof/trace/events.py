@@ -267,6 +267,14 @@ class Holder(NamedTuple):
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
+    @property
+    def is_handler(self) -> bool:
+        """Return whether this is an `except` block, in which an error keeps the tensors of what has failed."""
+        return self.kind == HANDLER_KIND
+
+
+HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
+
 
 class GraphBreak(NamedTuple):
     """A graph break of torch.compile: the line where a graph ends inside its function."""
@@ -390,6 +398,8 @@ class Trace:
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
     idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
+    # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.
+    error_holders: list[Holder] = field(default_factory=list)
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)

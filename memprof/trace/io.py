@@ -220,7 +220,10 @@ def _check_references(trace: Trace) -> None:
             _ = module.number
     storage_indices = {
         index
-        for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in (*trace.holders, *trace.idle_holders)))
+        for row in (
+            *(f.outputs for f in trace.forwards),
+            *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
+        )
         for index in row
     }
     if not (

@@ -17,6 +17,7 @@ from memprof.patching import Extension, find_extensions
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
+from memprof.watch.caught_errors import CaughtErrorWatch
 from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.idle import IdleWatch
@@ -57,6 +58,7 @@ class VirtualGpu(Watch):
         self._is_display_line: dict[int, bool] = {}
         self._growth = GrowthWatch(self.recorder)
         self._idle = IdleWatch(self.recorder, self._growth.search)
+        self._caught_errors = CaughtErrorWatch(self.recorder, self._growth.search)
         self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
         self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
@@ -72,6 +74,7 @@ class VirtualGpu(Watch):
         )
         if gpu_options.raises_oom:
             self.recorder.storages.find_oom_message = self._oom_message
+            self.recorder.storages.on_out_of_memory = self._caught_errors.record_error
         self._context.values.policy.on_unknown_read = self._record_unknown_read
         self.dispatch_mode = self._context.dispatch_mode
         self._updates = self.dispatch_mode.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
@@ -148,6 +151,7 @@ class VirtualGpu(Watch):
         if error is None and self.phases.is_recognizing:
             self._growth.record_run_end()
             self._idle.record_run_end()
+            self._caught_errors.find_holders()
         self._remove()
 
     def _record_unknown_read(self, tensor: torch.Tensor, message: str) -> None:
@@ -207,6 +211,8 @@ class VirtualGpu(Watch):
         super()._begin_recognized_phase(kind, step, micro_batch)
         self._growth.record_phase_begin(kind, in_step=self.phases.is_stepping)
         self._idle.record_phase_begin(kind)
+        if kind.computes:  # other phases begin while an error passes, too
+            self._caught_errors.find_holders()
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)

@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import sys
+import traceback
 import types
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
-from memprof.watch.frames import read_local_variables
+from memprof.watch.frames import find_running_frame_ids, read_local_variables
 from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import find_assignment_line, find_class_line, find_fill_line, format_code_line
@@ -127,6 +128,19 @@ class HolderSearch:
                     result.append(self._make_holder(holder, storages, roots, variables))
             return result
 
+    def find_holder_of_error(self, error: BaseException) -> Holder | None:
+        """Return the nearest variable or container that has `error`; `storages` is empty.
+
+        The variable may be in a frame of the error's own traceback: the two keep each other after the frame has ended.
+        """
+        variables = _ProgramVariables(self._recorder)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if is_program(frame.f_code):
+                variables.add(read_local_variables(frame), frame.f_code)
+        holders = _find_named_holders({id(error): (error, NONE)}, variables)
+        nearest = min(holders, key=lambda holder: holder.depth, default=None)
+        return None if nearest is None else self._make_holder(nearest, set(), [], variables)
+
     def find_running_sums(self) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
         with torch.DisableTorchFunction():
@@ -227,12 +241,12 @@ class _ProgramVariables:
             if is_program(code):
                 self.codes.append(code)
                 values = read_local_variables(frame)
-                self._add_variables(values, code)
+                self.add(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
-                    self._add_variables(dict(frame.f_globals), code, is_global=True)
+                    self.add(dict(frame.f_globals), code, is_global=True)
             frame = frame.f_back
         if len(loaders) == 1:
             try:
@@ -240,7 +254,8 @@ class _ProgramVariables:
             except (TypeError, NotImplementedError):  # a data set without length
                 self.num_loader_batches = None
 
-    def _add_variables(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
+    def add(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
+        """Add the variables `values` of the function that `code` is of; `is_global`: of its module."""
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
@@ -272,7 +287,7 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
     ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     ignored_ids.update(id(pair) for pair in tensors.values())
     ignored_ids.update(id(pair) for pair in variables.tensors)
-    ignored_ids |= _find_running_frame_ids()
+    ignored_ids |= find_running_frame_ids()
     current_level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     tensors_below: dict[int, set[int]] = {key: {key} for key in current_level}
     last_tensor_depth = dict.fromkeys(current_level, 0)
@@ -384,20 +399,6 @@ def _read_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
-
-
-def _find_running_frame_ids() -> set[int]:
-    """Return the ids of the running frames of all threads. They are not holders: their variables are found separately.
-    A frame that only a traceback keeps alive is a holder."""
-    running = set()
-    frames: list[FrameType | None] = list(sys._current_frames().values())
-    while frames:
-        # The frames include this function's own: a variable that keeps referring to it would keep all frames alive.
-        frame = frames.pop()
-        while frame is not None:
-            running.add(id(frame))
-            frame = frame.f_back
-    return running
 
 
 def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str | None:

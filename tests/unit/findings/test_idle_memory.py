@@ -289,3 +289,27 @@ def test_what_piles_up_is_told_once_as_growth() -> None:
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
         b.phase(PhaseKind.OTHER, step)
     assert not b.find()
+
+
+@pytest.mark.parametrize(
+    ("holder", "by", "fix"),
+    [
+        (Holder(0, "except", "main", "/x/train.py:20 main", False, None, (), 0, 0, None),
+         "the `except` block in which `main` retries (x/train.py:20)", "leave the `except` block before the retry"),
+        (Holder(0, "list", "errors", "/x/train.py:20 main", True, None, (), 0, 0, None),
+         "the traceback of list `errors` (x/train.py:20)", "keep no exception in `errors`"),
+    ],
+)  # fmt: skip
+def test_what_caught_errors_keep_is_one_finding_a_holder(holder: Holder, by: str, fix: str) -> None:
+    """Two attempts of 100 MiB that failed lie beside a third of 300; 400 MiB are usable."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    for _ in range(2):
+        kept = b.alloc(100 * MIB)
+        b.use(kept)
+        b.trace.error_holders.append(holder._replace(storages=(kept,)))
+    third = b.alloc(300 * MIB)
+    b.use(third)
+    (finding,) = b.find(400 * MIB)
+    assert finding.is_decisive and finding.num_bytes == 200 * MIB
+    assert f"tensors of an attempt that ran out of memory, kept by {by}" in finding.title
+    assert fix in finding.evidence[0].text and finding.evidence[0].source == holder.source
