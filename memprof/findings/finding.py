@@ -52,6 +52,11 @@ class Finding:
     # Whether the run does not fit, and would without what was found: such a finding is shown first.
     is_decisive: bool = field(default=False, metadata=json_name(None))
 
+    @property
+    def order(self) -> tuple[bool, bool]:
+        """Return a key that sorts findings: the cause of a run that does not fit, then errors, then the rest."""
+        return not self.is_decisive, self.severity is not Severity.ERROR
+
 
 @dataclass(frozen=True, slots=True)
 class Context:

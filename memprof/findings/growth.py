@@ -23,7 +23,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
+from memprof.trace.events import ROLES_OF_MODELS, ROLES_PER_STEP, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -217,6 +217,19 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 
 
 # -- holders --------------------------------------------------------------------------------------------------------
+
+
+def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
+    """Return whether `leak` is of parts of models that were built later: parameters, buffers, optimizer state."""
+    return any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in leak.storages)
+
+
+def find_idle_holder(trace: Trace, storages: Iterable[int]) -> Holder | None:
+    """Return the holder that was seen to keep most of `storages` unused; None if none had any."""
+    wanted = set(storages)
+    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in trace.idle_holders]
+    count, holder = max(counts, key=lambda pair: pair[0], default=(0, None))
+    return holder if count else None
 
 
 def find_holder(trace: Trace, leak: LeakGroup, leak_keys: set[Key]) -> Holder | None:

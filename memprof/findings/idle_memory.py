@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from memprof.allocator import MemoryNeeds, compute_memory_needs
+from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import describe_holder, find_step_leaks, holder_key
+from memprof.findings.growth import describe_holder, find_idle_holder, find_step_leaks, holder_key, is_of_model
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
-from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import NONE, ROLES_OF_MODELS, EventKind, Holder, Phase, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
@@ -114,7 +113,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     trace = context.ledger.trace
     # What piles up is another finding's.
     leaks = (leak for group in find_step_leaks(context).values() for leak in group)
-    growing = {index for leak in leaks for index in leak.storages}
+    growing = {index for leak in leaks if not is_of_model(trace, leak) for index in leak.storages}
     by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
@@ -132,21 +131,25 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             gradients.append(index)
     by_holder: dict[Holder | tuple[int, int], list[int]] = defaultdict(list)
     for key, members in by_key.items():
-        holder = _find_holder(trace, members)
+        holder = find_idle_holder(trace, members)
         if holder is None or not _is_kept_on_purpose(context, holder, members):
             by_holder[holder or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
-    pile_up = any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in growing)
-    parameters = [] if pile_up else [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in phases if phase.kind.computes and time >= last_use]
     program = trace.facts.program
     has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
-    if parameters and has_ended and len(computing) >= MIN_MODEL_PHASES:
-        holder = _find_holder(trace, parameters)
+    if num_models > 1 or (num_models and has_ended and len(computing) >= MIN_MODEL_PHASES):
+        holder = find_idle_holder(trace, parameters)
         by = "" if holder is None else f", kept by {_format_holder(holder)}"
+        what = "a model that is no longer used"
+        if num_models > 1:
+            each = sum(trace.storages[index].num_bytes for index in models) // num_models
+            what = f"{num_models} models built one after another, {format_bytes(each)} each with what belongs to it"
         fix = "delete the model and its optimizer, or move them to the host"
-        groups.append(_Group(f"a model that is no longer used{by}", fix, holder, models, is_model=True))
+        groups.append(_Group(f"{what}{by}", fix, holder, models, is_model=True))
     if gradients:
         fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
         groups.append(_Group("gradients that the optimizer has used", fix, None, gradients))
@@ -173,17 +176,25 @@ def _make_error_groups(trace: Trace) -> list[_Group]:
     return groups
 
 
+def _count_models(context: Context, parameters: Iterable[int]) -> int:
+    """Return the number of models that `parameters` belong to: those of one line and shape, between which the program
+    has computed."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    computed = sorted(
+        {time for time, phase in trace.list_phase_begins() if phase.kind.computes}.union(
+            forward.end for forward in trace.forwards
+        )
+    )
+    rounds: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    for index in parameters:
+        key = (*_make_key(trace, index), trace.storages[index].shape, trace.storages[index].dtype)
+        rounds[key].add(bisect.bisect_left(computed, births[index]))
+    return max(map(len, rounds.values()), default=0)
+
+
 def _find_phase(phases: Sequence[tuple[int, Phase]], num_events: int) -> Phase:
     """Return the phase that was running after so many events; `phases` are those of `Trace.list_phase_begins`."""
     return phases[max(bisect.bisect_left(phases, num_events, key=lambda begin: begin[0]) - 1, 0)][1]
-
-
-def _find_holder(trace: Trace, members: Iterable[int]) -> Holder | None:
-    """Return the holder that was seen to have most of `members`; None if none had any."""
-    wanted = set(members)
-    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in trace.idle_holders]
-    count, holder = max(counts, key=lambda pair: pair[0], default=(0, None))
-    return holder if count else None
 
 
 def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]) -> bool:
@@ -222,24 +233,24 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
     needs = None
     if saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes:
-        run = ledger.run
-        needs = compute_memory_needs(free_earlier(trace, frees), run.gpu, run.config, run.release)
+        needs = compute_needs_without(context, frees)
     elif not group.is_model or kept < MIN_MODEL_BYTES:
         return None
     where = _format_last_use(context, max(frees.values()))
-    is_decisive = needs is not None and needs.fits and not ledger.run.fits
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
-        f"{'; without it the run fits' * is_decisive}"
+        f"{'; without it the run fits' * is_decisive(context, needs)}"
     )
     evidence = (
         _make_fix_evidence(group),
-        _make_effect_evidence(context, needs),
+        effect_evidence(context, needs)
+        if needs is not None
+        else Evidence("the run's peak is at another moment, and the same without it"),
         *_make_tensor_evidence(context, group.storages),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = kept if needs is None else saved
-    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive)
+    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive(context, needs))
 
 
 def _format_last_use(context: Context, event: int) -> str:
@@ -266,19 +277,6 @@ def _find_most(context: Context, storages: Iterable[int], measure: Callable[[int
         amount = measure(index)
         changes += [(last_uses[index], amount), (deaths[index], -amount)]
     return max(accumulate(change for _, change in sorted(changes)), default=0)
-
-
-def _make_effect_evidence(context: Context, needs: MemoryNeeds | None) -> Evidence:
-    """Return evidence of what the run would need without the idle memory; None: its peak is at another moment."""
-    if needs is None:
-        return Evidence("the run's peak is at another moment, and the same without it")
-    ledger = context.ledger
-    before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
-    text = (
-        f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
-        f"{format_bytes(ledger.peak_bytes)}, and reserves {format_bytes(after)} instead of {format_bytes(before)}"
-    )
-    return Evidence(text, num_bytes=before - after)
 
 
 def _make_tensor_evidence(context: Context, storages: Iterable[int]) -> list[Evidence]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
@@ -13,6 +14,7 @@ from memprof.findings.growth import (
     format_holders,
     holder_evidence,
     holder_fix_evidence,
+    is_of_model,
     leak_evidence,
 )
 from memprof.ledger.steps import list_training_steps
@@ -32,9 +34,20 @@ def find(context: Context) -> list[Finding]:
     growth = predict_growth(context)
     return [
         _make_finding(context, holder, leaks, len(steps), growth)
-        for holder, leaks in find_step_leaks(context).items()
+        for holder, leaks in _find_leaks(context).items()
         if _is_reported(holder, leaks, growth)
     ]
+
+
+def _find_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
+    """Return holder -> leaks, without those of whole models, which `models-pile-up` reports."""
+    trace = context.ledger.trace
+    result = {}
+    for holder, leaks in find_step_leaks(context).items():
+        others = [leak for leak in leaks if not is_of_model(trace, leak)]
+        if others or not leaks:  # none: a running sum, whose graph grows on the host
+            result[holder] = others
+    return result
 
 
 def _is_reported(holder: Holder | None, leaks: list[LeakGroup], growth: Growth | None) -> bool:
@@ -50,6 +63,10 @@ def _make_finding(
     trace = context.ledger.trace
     evidence = [holder_evidence(holder)]
     evidence += leak_evidence(trace, leaks, "step")
+    needs = None
+    if trace.last_uses and not context.ledger.run.fits:
+        needs = compute_needs_without(context, [index for leak in leaks for index in leak.storages])
+        evidence.append(effect_evidence(context, needs))
     if holder is not None and holder.nodes:
         evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
@@ -62,7 +79,13 @@ def _make_finding(
         severity = Severity.ERROR
     num_bytes = sum(leak.num_bytes for leak in leaks) or None
     return Finding(
-        "memory-growth", severity, _format_title(holder, per_step, num_steps), num_bytes, tuple(evidence), ()
+        "memory-growth",
+        severity,
+        _format_title(holder, per_step, num_steps) + "; without them the run fits" * is_decisive(context, needs),
+        num_bytes,
+        tuple(evidence),
+        (),
+        is_decisive=is_decisive(context, needs),
     )
 
 

@@ -58,6 +58,7 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     if quiet:
         return _render_verdict(document) if document.limit is None else Text(format_limit(document.limit))
     parts = [render_heading(document), _render_stages(document), _render_verdict(document)]
+    parts += _render_cause(document)
     parts += _render_certain_errors(document)
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT) and not explain]
     unit = _choose_unit(document)
@@ -320,6 +321,12 @@ def _format_growth(growth: Growth | None) -> str:
 
 def _label(label: str, style: str, sentence: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(sentence, style="default")
+
+
+def _render_cause(document: Report) -> list[RenderableType]:
+    """Return the finding without which the run would fit, if there is one; it is shown at the verdict."""
+    first = document.findings[:1]
+    return [Text("Cause: ", style="bold").append(one.title, style="default") for one in first if one.is_decisive]
 
 
 def _render_certain_errors(document: Report) -> list[RenderableType]:

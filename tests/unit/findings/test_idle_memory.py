@@ -124,7 +124,7 @@ def test_the_finding_without_which_the_run_fits_comes_first() -> None:
     b = logits_bound()
     b.use()
     ids = [finding.id for finding in find_all(b.context(300 * MIB))]
-    assert ids[:2] == ["does-not-fit", "idle-memory"]
+    assert ids[:2] == ["idle-memory", "does-not-fit"]
 
 
 def test_silent_where_uses_are_not_known() -> None:
@@ -276,6 +276,31 @@ def test_a_model_counts_from_256_mib_on() -> None:
 
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
     assert not two_models(ends=False).find()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
+    """Three folds with a weight of 100 MiB and its state: two stay beside the last, unless all are used again."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weights = []
+    for fold in range(1, 4):
+        weight = b.parameter("weight", 25 * MIB)
+        b.phase(PhaseKind.FORWARD, fold)
+        b.use(weight)
+        b.phase(PhaseKind.OPTIMIZER_STEP, fold)
+        state = b.new(25 * MIB, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+        b.use(weight, state)
+        weights += [weight, state]
+        b.phase(PhaseKind.MODEL)
+    b.phase(PhaseKind.EVALUATION, 3)
+    b.use(*(weights if is_used else weights[-2:]))
+    findings = b.find(500 * MIB)
+    if is_used:
+        assert not findings
+        return
+    (finding,) = findings
+    assert finding.is_decisive and finding.severity is Severity.WARNING
+    assert "400.00 MiB stay on the GPU unused: 2 models built one after another, 200.00 MiB each" in finding.title
 
 
 def test_what_piles_up_is_told_once_as_growth() -> None:

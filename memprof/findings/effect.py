@@ -1,0 +1,35 @@
+"""What a run would need if storages were freed after their last use: the allocator is replayed with these frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memprof.allocator import MemoryNeeds, compute_memory_needs
+from memprof.findings.finding import Context, Evidence
+from memprof.ledger.what_if import free_earlier
+from memprof.trace.events import NONE
+from memprof.units import format_bytes
+
+
+def compute_needs_without(context: Context, storages: Iterable[int]) -> MemoryNeeds:
+    """Return what the run needs if each of `storages` is freed after its last use, or, never used, once allocated."""
+    trace, births, run = context.ledger.trace, context.lifetimes.births, context.ledger.run
+    last_uses = trace.last_uses or [NONE] * len(trace.storages)
+    frees = {index: births[index] + 1 if last_uses[index] == NONE else last_uses[index] for index in storages}
+    return compute_memory_needs(free_earlier(trace, frees), run.gpu, run.config, run.release)
+
+
+def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
+    """Return whether the run does not fit, and would with `needs`, of `compute_needs_without`."""
+    return needs is not None and needs.fits and not context.ledger.run.fits
+
+
+def effect_evidence(context: Context, needs: MemoryNeeds) -> Evidence:
+    """Return evidence that compares `needs`, of `compute_needs_without`, with what the run needs."""
+    ledger = context.ledger
+    before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
+    text = (
+        f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
+        f"{format_bytes(ledger.peak_bytes)}, and reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    )
+    return Evidence(text, num_bytes=before - after)
