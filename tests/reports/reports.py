@@ -1,4 +1,4 @@
-"""Programs that have the memory problems of public bug reports, and whether memprof names their cause first.
+"""Programs with the memory problems of public bug reports, and what memprof has to say of them first.
 
 A program begins with a comment whose first line has the report, as `owner/name#number: what was wrong`, and then a line
 for each of
@@ -10,8 +10,8 @@ for each of
     # not: fixes that no finding may suggest, since they cannot help
     # also: ids of findings that may follow, for they are true of the program as well
 
-Alternatives are separated by ` | `, fixes and ids of `not` and `also` by blanks. The cause, which is the line to change,
-ends with `# <- cause`; where there are several such lines, one of them has to be named.
+Alternatives are separated by ` | `, fixes and ids of `not` and `also` by blanks. The line to change ends with
+`# <- cause`; where there are several such lines, one of them has to be named.
 """
 
 from __future__ import annotations
@@ -81,18 +81,29 @@ def list_mistakes(report: Report, findings: list[dict[str, Any]]) -> list[str]:
     """Return what is not right of the findings, a line for each."""
     if not findings:
         return ["no findings"]
-    first, *others = findings
-    text = " ".join(_list_texts(first))
-    mistakes = []
-    if first["id"] not in report.first:
-        mistakes.append(f"{first['id']} is first, not {' or '.join(report.first)}")
-    if not any(re.search(rf"\b{re.escape(cause)}\b", text) for cause in report.causes):
-        mistakes.append(f"the first finding does not name {' or '.join(report.causes)}")
-    if not any(fix.lower() in text.lower() for fix in report.fixes):
-        mistakes.append(f"the first finding does not say {' or '.join(report.fixes)}")
-    mistakes += [f"{one['id']} is false" for one in others if one["id"] not in report.others]
+    wrong = [_list_faults(report, one) for one in findings]
+    right = next((number for number, faults in enumerate(wrong) if not faults), 0)
+    mistakes = wrong[right]
+    if right:
+        mistakes = [f"the cause is finding {right + 1}, after {', '.join(one['id'] for one in findings[:right])}"]
+    true = {"does-not-fit", *report.others}
+    others = [one for number, one in enumerate(findings) if number != right]
+    mistakes += [f"{one['id']} is false" for one in others if one["id"] not in true]
     mistakes += [f"{fix} cannot help" for one in findings for fix in one["fixes"] if fix in report.useless_fixes]
     return mistakes
+
+
+def _list_faults(report: Report, finding: dict[str, Any]) -> list[str]:
+    """Return why a finding does not tell the cause; empty if it does."""
+    text = " ".join(_list_texts(finding))
+    faults = []
+    if finding["id"] not in report.first:
+        faults.append(f"{finding['id']} is first, not {' or '.join(report.first)}")
+    if not any(re.search(rf"\b{re.escape(cause)}\b", text) for cause in report.causes):
+        faults.append(f"the first finding does not name {' or '.join(report.causes)}")
+    if not any(fix.lower() in text.lower() for fix in report.fixes):
+        faults.append(f"the first finding does not say {' or '.join(report.fixes)}")
+    return faults
 
 
 def _list_texts(finding: dict[str, Any]) -> list[str]:

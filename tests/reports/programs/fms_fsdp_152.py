@@ -3,6 +3,7 @@
 # run: --gpu rtx-4090
 # first: does-not-fit | idle-memory
 # fix: del output
+# also: fragmentation logits-explosion
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -3,6 +3,8 @@
 # run: --gpu rtx-2080-ti
 # first: does-not-fit
 # fix: chunk_size
+import itertools
+
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
@@ -16,7 +18,7 @@ class Net(nn.Module):
         self.body = nn.Sequential(
             *[
                 part
-                for before, after in zip(widths, widths[1:], strict=False)
+                for before, after in itertools.pairwise(widths)
                 for part in (nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
             ]
         )
