@@ -53,9 +53,9 @@ class Finding:
     is_decisive: bool = field(default=False, metadata=json_name(None))
 
     @property
-    def order(self) -> tuple[bool, bool]:
-        """Return a key that sorts findings: the cause of a run that does not fit, then errors, then the rest."""
-        return not self.is_decisive, self.severity is not Severity.ERROR
+    def order(self) -> tuple[bool, int, int]:
+        """Return a key that sorts findings: the cause of a run that does not fit first, then by severity and bytes."""
+        return not self.is_decisive, list(Severity).index(self.severity), -(self.num_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)

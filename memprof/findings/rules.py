@@ -23,4 +23,4 @@ def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
     """Return the sorted findings of all rules, as documented at `memprof.findings.find_all`."""
     findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
     # The sort is stable: equal findings stay in the order of the rules.
-    return sorted(findings, key=lambda one: (one.order, -(one.num_bytes or 0)))
+    return sorted(findings, key=lambda one: one.order)

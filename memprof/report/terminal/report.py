@@ -415,7 +415,7 @@ def _render_findings(document: Report) -> RenderableType:
     if not document.findings:
         return Text("No findings.\n")
     views = (indent(_render_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
-    return Group(make_heading("Findings, most expensive first"), *views)
+    return Group(make_heading("Findings, most important first"), *views)
 
 
 def _render_finding(number: int, finding: Finding) -> RenderableType:
