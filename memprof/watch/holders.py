@@ -154,6 +154,13 @@ class HolderSearch:
         event, storages = len(self._recorder.trace.events), tuple(sorted(targets))
         return [Holder(event, *cycle, cycle.source is not None, None, storages, 0, 0, None)]
 
+    def find_in_variables(self, storages: set[int]) -> set[int]:
+        """Return those of `storages` that variables have, directly or indirectly, other than by a traceback."""
+        tensors = self._find_tensors(dict.fromkeys(storages))
+        holders = _find_named_holders(tensors, _ProgramVariables(self._recorder), skipped=(FrameType,))
+        held = {key for holder in holders if any(name.owner is None for name in holder.names) for key in holder.tensors}
+        return {tensors[key][1] for key in held}
+
     def find_running_sums(self) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
         with torch.DisableTorchFunction():
@@ -295,8 +302,11 @@ def _is_loader(value: Any) -> bool:
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables) -> list[_NamedHolder]:
-    """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
+def _find_named_holders(
+    tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables, *, skipped: tuple[type, ...] = ()
+) -> list[_NamedHolder]:
+    """Return every named object from which `tensors` are reachable within MAX_DEPTH references, by no object of the
+    classes `skipped`."""
     ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     ignored_ids.update(id(pair) for pair in tensors.values())
     ignored_ids.update(id(pair) for pair in variables.tensors)
@@ -323,7 +333,7 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
             kind = type(referrer)
             if (
                 id(referrer) in ignored_ids
-                or issubclass(kind, _IGNORED_TYPES)
+                or issubclass(kind, (*_IGNORED_TYPES, *skipped))
                 or kind is _NamedHolder
                 or kind is _ProgramVariables
             ):
