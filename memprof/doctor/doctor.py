@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from memprof.doctor import advice
-from memprof.doctor.causes import find_cause
+from memprof.doctor.advice import list_advice
+from memprof.doctor.causes import find_cause, find_outside_size
 from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, MessageSizes
 from memprof.doctor.dimensions import (
     Dimensions,
@@ -18,16 +18,27 @@ from memprof.doctor.dimensions import (
     find_seq_length,
     get_dimensions,
 )
-from memprof.doctor.log import LogReader, Passage, clean_line, join_lines
-from memprof.doctor.signatures import SIGNATURES, Signature
+from memprof.doctor.engines import EngineError, find_engine
+from memprof.doctor.engines.engine import find_cause_of_part
+from memprof.doctor.log import LogReader
+from memprof.doctor.log_lines import Passage, clean_line, join_lines
+from memprof.doctor.reported_run import ReportedRun, find_arguments
+from memprof.doctor.signature import Signature
+from memprof.doctor.signatures import SIGNATURES
 from memprof.doctor.tensors import TensorQuery, find_candidates, find_request_range, find_roles
-from memprof.doctor.tracebacks import TracebackFrame, choose_frames, read_frames
+from memprof.doctor.torch_advice import FailedAllocation
+from memprof.doctor.tracebacks import TracebackFrame, choose_frames, find_script, read_frames
 from memprof.workload.catalog import find_model
 
 # Causes whose sizes are not those of a tensor.
 _CAUSES_WITHOUT_TENSOR = frozenset(
-    (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
-)
+    (
+        Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.ENGINE_BATCH, Cause.KV_CACHE, Cause.WEIGHTS, Cause.SHARED_MEMORY,
+        Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN,
+    )
+)  # fmt: skip
+# Sources whose requests are buffers of a whole model, cache, graph or program, or of a framework other than torch.
+_SOURCES_WITHOUT_TENSOR = frozenset(("ggml", "XLA", "TensorFlow", "TensorRT-LLM"))
 _MAX_MESSAGE = 1400  # Characters of a message; torch's longest has about 900.
 _SAME_ERROR_LINES = 8  # Lines within which matches may belong to the same message.
 MAX_DIAGNOSES = 12
@@ -46,13 +57,13 @@ class _Error:
         return self.signature.name, self.message[:160]
 
 
-def diagnose(stream: BinaryIO, name: str, options: advice.ReportedRun | None = None) -> list[Diagnosis]:
+def diagnose(stream: BinaryIO, name: str, options: ReportedRun | None = None) -> list[Diagnosis]:
     """Return the diagnoses of the errors in a log, root causes first.
 
     The log is read once, in chunks; error messages call it `name`. `options` are those of the failed run, as far as the
     user gives them. Raises UsageError: the log is not text, or the model is not in the catalog.
     """
-    options = options or advice.ReportedRun()
+    options = options or ReportedRun()
     model = find_dimensions(options.model) if options.model else None
     log = LogReader(stream, name)
     errors: list[_Error] = []
@@ -99,11 +110,12 @@ def _cut_next_error(message: str) -> str:
     return message
 
 
-def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimensions | None) -> Diagnosis:
+def _explain(error: _Error, head: str, options: ReportedRun, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     frames = read_frames(passage)
     relevant_frames = choose_frames(frames)
     sizes = signature.get_sizes(error.message)
+    sizes = replace(sizes, outside=find_outside_size(sizes))
     cause, explanation = (signature.cause, ()) if signature.cause is not None else find_cause(sizes)
     result = Diagnosis(
         cause=cause,
@@ -122,26 +134,44 @@ def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimen
         steps = tuple(mismatch.list_advice(details, relevant_frames))
         return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
     log_text = head + passage.text_before[-8192:]
+    full_log = log_text + passage.text_after
+    engine = find_engine(signature.source, frames, passage.text_after.split("\n", 1)[0], full_log)
+    if engine is not None:
+        engine_figures = engine.read_figures(error.message, full_log)
+        cause = find_cause_of_part(engine_figures.part, cause)
+        stage = engine.find_stage(frozenset(frame.function.rpartition(".")[2] for frame in frames))
+        engine_error = EngineError(cause, signature.name, sizes, engine_figures, full_log, stage)
+        source = engine.name if engine.name == signature.source else f"{signature.source} in {engine.name}"
+        result = replace(result, cause=cause, source=source, engine=engine_figures)
     if model is None and (model_name := find_model_name(log_text)) is not None:
         model = get_dimensions(find_model(model_name))
     candidates: tuple[Candidate, ...] = ()
-    if cause not in _CAUSES_WITHOUT_TENSOR and signature.source != "ggml":  # a buffer of a whole model, cache or graph
-        candidates = _find_tensors(sizes, model, options, log_text, frames)
+    if cause not in _CAUSES_WITHOUT_TENSOR and signature.source not in _SOURCES_WITHOUT_TENSOR:
+        batch = result.engine.batch if result.engine is not None else None
+        candidates = _find_tensors(sizes, model, options, log_text, frames, batch)
     run = replace(options, model=model.model if model else None)
     if model is not None and candidates and len(candidates[0].shape) == 3 and not candidates[0].exact:
         # Batch and length of the likeliest tensor are taken for those of the run.
         batch, length, _ = candidates[0].shape
-        run = advice.ReportedRun(model.model, run.batch_size or batch, run.context_length or length)
+        run = replace(run, batch_size=run.batch_size or batch, context_length=run.context_length or length)
+    if (script := find_script(frames)) is not None:
+        run = replace(run, script=script, arguments=find_arguments(script, log_text))
+    failed = FailedAllocation(sizes, candidates, run, frames, log_text + error.message)
     return replace(
         result,
-        title=_build_title(cause, sizes, candidates),
+        title=_build_title(cause, result, candidates),
         tensors=candidates,
-        steps=advice.list_advice(cause, sizes, candidates, run, signature.source, log_text + error.message),
+        steps=list_advice(cause, signature.source, failed, engine.list_advice(engine_error) if engine else None),
     )
 
 
 def _find_tensors(
-    sizes: MessageSizes, model: Dimensions | None, run: advice.ReportedRun, log_text: str, frames: list[TracebackFrame]
+    sizes: MessageSizes,
+    model: Dimensions | None,
+    run: ReportedRun,
+    log_text: str,
+    frames: list[TracebackFrame],
+    engine_batch: int | None,
 ) -> tuple[Candidate, ...]:
     byte_range = find_request_range(sizes)
     if byte_range is None:
@@ -153,7 +183,7 @@ def _find_tensors(
         half_dtype=model.half_dtype if model is not None else "bfloat16",
         batch=run.batch_size,
         length=run.context_length,
-        logged_numbers=tuple(value for value in (find_seq_length(log_text), find_batch_size(log_text)) if value),
+        logged_numbers=tuple(filter(None, (find_seq_length(log_text), find_batch_size(log_text), engine_batch))),
         roles=find_roles(inner_frames),
         mentions_float32=any(word in frame for frame in inner_frames for word in (".float()", "float32", "upcast")),
         allocated_bytes=None if sizes.allocated is None else sizes.allocated.high,
@@ -167,8 +197,14 @@ def _find_error_line(error: _Error) -> str:
     return text if len(text) <= 240 else text[start : start + 240] + "..."
 
 
-def _build_title(cause: Cause, sizes: MessageSizes, candidates: tuple[Candidate, ...]) -> str:
+def _build_title(cause: Cause, diagnosis: Diagnosis, candidates: tuple[Candidate, ...]) -> str:
+    sizes, engine = diagnosis.figures, diagnosis.engine
     request = "" if sizes.tried is None else f": {sizes.tried.text}"
     capacity = f" on a device of {sizes.total.text}" if request and sizes.total is not None else ""
-    role = f", {candidates[0].role}" if candidates and cause is Cause.LARGE_TENSOR else ""
+    if engine is not None and engine.part and engine.part.lower() not in cause.headline.lower():
+        request = f" ({engine.part}){request}"
+    role = ""
+    if candidates and cause is Cause.LARGE_TENSOR:
+        first = candidates[0]
+        role = f", {'perhaps ' if first.is_guess and not first.in_traceback else ''}{first.role}"
     return f"{cause.headline}{request}{capacity}{role}"
