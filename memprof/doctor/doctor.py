@@ -133,7 +133,7 @@ def _explain(error: _Error, head: str, options: ReportedRun, model: Dimensions |
         details = mismatch.read_mismatch(error.message)
         steps = tuple(mismatch.list_advice(details, relevant_frames))
         return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
-    log_text = head + passage.text_before[-8192:]
+    log_text = _find_text_before(head, passage)
     full_log = log_text + passage.text_after
     engine = find_engine(signature.source, frames, passage.text_after.split("\n", 1)[0], full_log)
     if engine is not None:
@@ -163,6 +163,13 @@ def _explain(error: _Error, head: str, options: ReportedRun, model: Dimensions |
         tensors=candidates,
         steps=list_advice(cause, signature.source, failed, engine.list_advice(engine_error) if engine else None),
     )
+
+
+def _find_text_before(head: str, passage: Passage) -> str:
+    """Return the beginning of the log, up to the error if that is in it, else with the text before the error."""
+    nearest = passage.text_before[-2048:]
+    start = head.find(nearest + passage.text_after[:256])
+    return head + passage.text_before[-8192:] if start < 0 else head[: start + len(nearest)]
 
 
 def _find_tensors(
