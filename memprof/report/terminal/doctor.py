@@ -90,8 +90,8 @@ def _format_engine_figures(figures: EngineFigures) -> tuple[str, ...]:
 
 def _format_tensor(candidate: Candidate) -> str:
     shape = " x ".join(map(str, candidate.shape))
-    preposition = "if it were" if candidate.is_guess else "of"
-    model = f" {preposition} {candidate.model}" if candidate.model else ""
+    relation = ", if the model is" if candidate.is_guess else " of"
+    model = f"{relation} {candidate.model}" if candidate.model else ""
     description = f"{candidate.role}{model} ({candidate.why})"
     return f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {description}"
 

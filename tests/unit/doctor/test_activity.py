@@ -156,8 +156,8 @@ def test_arguments_of_the_script(log: str, arguments: str):
 
 LOGITS = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.45 GiB. GPU 0 has a total capacity of 23.52 GiB "
-    "of which 5.04 GiB is free. Of the allocated memory 18.02 GiB is allocated by PyTorch, and 42.30 MiB is reserved by "
-    "PyTorch but unallocated.\n"
+    "of which 5.04 GiB is free. Of the allocated memory 18.02 GiB is allocated by PyTorch, and 42.30 MiB is reserved "
+    "by PyTorch but unallocated.\n"
 )
 
 
