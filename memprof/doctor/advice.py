@@ -64,9 +64,12 @@ def _list_steps(
     elif cause in _TORCH_ADVICE:
         yield from _TORCH_ADVICE[cause](failed)
     else:
+        steps = torch_advice.list_memory_advice(failed)
         if cause is Cause.DEVICE_MEMORY and source == "CUDA":
+            # The message has no figures: others may have the GPU, unless the traceback says more.
+            yield from islice(steps, 1 if failed.frames else 0)
             yield LIST_PROCESSES
-        yield from torch_advice.list_memory_advice(failed)
+        yield from steps
 
 
 _TORCH_ADVICE = {

@@ -116,9 +116,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     make_signature(
         "cuda-error",
-        "CUDA error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
-        "|CUDA error 2|cuda runtime error (2)|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-        r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        "CUDA error: out of memory|CUDA driver error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        "|cudaErrorMemoryAllocation|CUDA error 2|cuda runtime error (2)|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+        r"(?:CUDA(?: driver)?|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
         r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
         r"|cuda runtime error \(2\) ?: out of memory",
         source="CUDA", cause=Cause.DEVICE_MEMORY, priority=2,

@@ -55,7 +55,7 @@ def list_memory_advice(failed: FailedAllocation) -> Iterator[Advice]:
         yield Advice(what, failed.run.build_script_command())
     if not is_certain:
         yield from tensor_advice
-    if failed.run.script is None or failed.run.model is not None:
+    if failed.run.model is not None or (failed.run.script is None and failed.room.is_reached_by_freeing):
         what = "let memprof search: the set of fixes whose step takes least among those that fit"
         yield Advice(what, failed.run.build_command("auto"))
     yield from _list_freeing_advice(failed)

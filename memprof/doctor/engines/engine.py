@@ -18,7 +18,8 @@ LIST_PROCESSES = Advice("see who is on the GPU", "nvidia-smi --query-compute-app
 
 # What names a model in commands and logs of engines: an organization or a folder with a name, or a GGUF file.
 _SERVED_MODEL = re.compile(
-    r"""(?:(?:vllm|trtllm-serve) serve |trtllm-serve |--model(?:-path|-id)?[ =]|\bmodel(?:_path|_id)?['"]?[=:] ?)"""
+    r"""(?:(?:vllm|trtllm-serve) serve +|trtllm-serve +|--model(?:-path|-id)?(?: +|=)|(?<!\w)-m +"""
+    r"""|\bmodel(?:_path|_id)?['"]?[=:] ?|(?:with|load|loading) model,? )"""
     r"""(?:Some\()?['"]?((?:[\w.~-]*/)+[\w.-]*\w|[\w.-]+\.gguf)"""
 )
 
@@ -31,6 +32,13 @@ _CAUSES_BY_PART = {WEIGHTS: Cause.WEIGHTS, KV_CACHE: Cause.KV_CACHE, COMPUTE_BUF
 def find_cause_of_part(part: str, cause: Cause) -> Cause:
     """Return the cause if an engine could not place `part`, or `cause` if that says more."""
     return _CAUSES_BY_PART.get(part, cause) if cause is Cause.DEVICE_MEMORY else cause
+
+
+# An option that is set, or a part of a model's name.
+_QUANTIZED = re.compile(
+    r"quanti[sz](?:e|ation)['\"]?[ =:]+(?:Some\()?['\"]?(?!None|null|no)\w|gptq|awq|marlin|nvfp4|mxfp4|-fp8\b|int4",
+    re.I,
+)
 
 
 class Stage(StrEnum):
@@ -64,7 +72,7 @@ class EngineError:
     @property
     def is_quantized(self) -> bool:
         """Return whether the log says that weights are quantized already."""
-        return re.search(r"quanti[sz](?:e|ation)['\"]?[ =:]+(?:Some\()?['\"]?(?!None|null|no)\w", self.log) is not None
+        return _QUANTIZED.search(self.log) is not None
 
     @property
     def shortfall(self) -> int | None:

@@ -59,10 +59,17 @@ def read_figures(message: str, log: str) -> EngineFigures:
     host = read_host_sizes(message)
     return EngineFigures(
         part=_find_part(message),
-        length=find_integer(r"\bn_ctx\s*=\s*(\d+)", log) or find_integer(r"(?:--ctx-size|-c) (\d+)", log),
-        batch=find_integer(r"\bn_ubatch\s*=\s*(\d+)", log) or find_integer(r"(?:--ubatch-size|-ub) (\d+)", log),
+        length=_find_first(log, r"\bn_ctx\s*=\s*(\d+)", r"(?:--ctx-size|-c) (\d+)", r"MiB \( *(\d+) cells"),
+        batch=_find_first(
+            log, r"\bn_ubatch\s*=\s*(\d+)", r"(?:--ubatch-size|-ub) (\d+)", r"worst-case: n_tokens = (\d+)"
+        ),
         missing=subtract_sizes(host.tried, host.free) if host.tried and host.free else None,
     )
+
+
+def _find_first(log: str, *patterns: str) -> int | None:
+    """Return the whole number of the first of `patterns` that `log` has; None if it has none."""
+    return next((number for pattern in patterns if (number := find_integer(pattern, log)) is not None), None)
 
 
 def _find_part(message: str) -> str:

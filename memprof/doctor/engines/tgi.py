@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memprof.doctor.diagnosis import Advice, Cause, EngineFigures
-from memprof.doctor.engines.engine import Engine, EngineError, Stage, find_integer, round_fraction_down
+from memprof.doctor.engines.engine import (
+    LIST_PROCESSES,
+    Engine,
+    EngineError,
+    Stage,
+    find_integer,
+    round_fraction_down,
+)
 from memprof.doctor.signature import make_signature
 from memprof.units import format_bytes
+
+_FEW_TOKENS = 1024  # Activations of so few tokens are small beside weights: the default is 4,096 or more (main.rs).
 
 
 def read_figures(message: str, log: str) -> EngineFigures:
@@ -33,30 +42,49 @@ def list_advice(error: EngineError) -> Iterator[Advice]:
     """Yield advice with TGI's options, what helps most first."""
     figures = error.figures
     if error.cause is Cause.KV_CACHE and figures.length is not None:
-        if figures.fitting_length is not None and figures.fitting_length < figures.length:
-            what = "the tokens that the cache holds, by TGI's own account"
-            yield Advice(what, _make_command(error, f"--max-total-tokens {figures.fitting_length}"))
-        else:
-            what = "half of the tokens of a sequence, or of a batch of them"
-            option = "--max-batch-total-tokens" if figures.batch is not None else "--max-total-tokens"
-            yield Advice(what, _make_command(error, f"{option} {figures.length // 2}"))
-        what = "a KV cache of one byte a value (costs: less precise keys and values)"
-        yield Advice(what, _make_command(error, "--kv-cache-dtype fp8_e5m2"))
-    elif error.stage is not Stage.LOAD:
+        yield from _list_length_advice(error, figures.length)
+        yield from _list_weights_advice(error)
+    elif error.stage is Stage.LOAD or (figures.batch is not None and figures.batch <= _FEW_TOKENS):
+        yield from _list_weights_advice(error)
+        yield LIST_PROCESSES
+    else:
         if error.stage is Stage.SERVE:
             yield from _list_fraction_advice(error)
-        batch = figures.batch or find_integer(
-            r"max[_-]batch[_-]prefill[_-]tokens[`'\"]?[ =:]+(?:to )?(?:Some\()?(\d+)", error.log
+        yield from _list_batch_advice(error)
+        yield from _list_weights_advice(error)
+
+
+def _list_length_advice(error: EngineError, length: int) -> Iterator[Advice]:
+    """Yield advice if the KV cache holds fewer tokens than one sequence, or one batch, of `length` has."""
+    fitting_length = error.figures.fitting_length
+    if fitting_length is not None and fitting_length < length:
+        what = "the tokens that the cache holds, by TGI's own account"
+        yield Advice(what, _make_command(error, f"--max-total-tokens {fitting_length}"))
+    else:
+        what = "half of the tokens of a sequence, or of a batch of them"
+        option = "--max-batch-total-tokens" if error.figures.batch is not None else "--max-total-tokens"
+        yield Advice(what, _make_command(error, f"{option} {length // 2}"))
+    what = "a KV cache of one byte a value (costs: less precise keys and values)"
+    yield Advice(what, _make_command(error, "--kv-cache-dtype fp8_e5m2"))
+
+
+def _list_batch_advice(error: EngineError) -> Iterator[Advice]:
+    """Yield advice to compute fewer prompt tokens together."""
+    option = r"max[_-]batch[_-]prefill[_-]tokens[`'\"]?[ =:]+(?:to )?(?:Some\()?(\d+)"
+    batch = error.figures.batch or find_integer(option, error.log)
+    if batch is not None and batch > 1:
+        yield Advice(
+            f"the warm-up computes {batch:,} prompt tokens together: half of them (an input must be no longer)",
+            _make_command(error, f"--max-batch-prefill-tokens {batch // 2}"),
         )
-        if batch is not None and batch > 1:
-            yield Advice(
-                f"the warm-up computes {batch:,} prompt tokens together: half of them (an input must be no longer)",
-                _make_command(error, f"--max-batch-prefill-tokens {batch // 2}"),
-            )
+
+
+def _list_weights_advice(error: EngineError) -> Iterator[Advice]:
+    """Yield advice that makes the weights of one GPU smaller."""
+    num_shards = find_integer(r"num[_-]shard['\"]?[ =:]+(?:Some\()?(\d+)", error.log) or 1
     if not error.is_quantized:
         what = "weights of one byte a parameter, if they have two now"
         yield Advice(what, _make_command(error, "--quantize eetq"))
-    num_shards = find_integer(r"num[_-]shard['\"]?[ =:]+(?:Some\()?(\d+)", error.log) or 1
     spread = "each of two GPUs has half of the weights and of the cache"
     if num_shards > 1:
         spread = f"spread the model over {2 * num_shards} GPUs instead of {num_shards}"

@@ -29,7 +29,7 @@ _BLOCK_TOKENS = 16  # Tokens of a block of the KV cache (config/cache.py).
 _MAX_FRACTION = 0.98  # CUDA's context and the memory of libraries take the rest.
 _COMMON_FRACTION = 0.95
 _DEFAULT_FRACTION = 0.92  # The default since 0.29; 0.9 before (config/cache.py).
-_LARGEST_GPU_BYTES = 288 * GIB  # MI355X and B300.
+_SMALL_GPU_BYTES, _LARGEST_GPU_BYTES = 4 * GIB, 192 * GIB  # Few have a larger one, and they know.
 _SMALL_BATCH_TOKENS, _FEW_SEQUENCES = 1024, 64  # The defaults are 2,048 to 16,384 and 256 to 1,024 (arg_utils.py).
 
 _BUDGET = re.compile(
@@ -166,29 +166,28 @@ def _list_fraction_advice(error: EngineError) -> Iterator[Advice]:
                 _make_command(error, f"--gpu-memory-utilization {target}"),
             )
         return
-    if error.sizes.tried is not None and _has_cache_bytes_option(error):
-        yield Advice(
-            f"a KV cache of the size needed, if {missing.text} of the GPU are free beside what the engine takes now",
-            _make_command(error, f"--kv-cache-memory-bytes {error.sizes.tried.high}"),
-        )
-        return
     present = fraction if fraction is not None else _DEFAULT_FRACTION
-    least_bytes = missing.high / (_COMMON_FRACTION - present) if present < _COMMON_FRACTION else _LARGEST_GPU_BYTES
-    if least_bytes < _LARGEST_GPU_BYTES:
+    has_bytes_option = error.sizes.tried is not None and _has_cache_bytes_option(error)
+    target = _MAX_FRACTION if has_bytes_option else _COMMON_FRACTION
+    least_bytes = missing.high / (target - present) if present < target else _LARGEST_GPU_BYTES
+    if least_bytes >= _LARGEST_GPU_BYTES:
+        return
+    enough = f"enough on a GPU of {format_bytes(int(least_bytes))} or more" if least_bytes > _SMALL_GPU_BYTES else ""
+    if has_bytes_option and error.sizes.tried is not None:
+        option, what = f"--kv-cache-memory-bytes {error.sizes.tried.high}", "a KV cache of the size needed"
+    else:
         name = f"{fraction}" if fraction is not None else "the default (0.9; since 0.29 0.92)"
-        yield Advice(
-            f"a larger part of the GPU than {name}, if nobody else is on it: enough on one of "
-            f"{format_bytes(int(least_bytes))} or more",
-            _make_command(error, f"--gpu-memory-utilization {_COMMON_FRACTION}"),
-        )
+        option, what = f"--gpu-memory-utilization {target}", f"a larger part of the GPU than {name}"
+    conditions = ", ".join(filter(None, (enough, "if nobody else is on it")))
+    yield Advice(f"{what}: {conditions}", _make_command(error, option))
 
 
 def _has_cache_bytes_option(error: EngineError) -> bool:
-    """Return whether this vLLM has --kv-cache-memory-bytes: since 0.11; later messages name a page of its docs."""
+    """Return whether this vLLM has --kv-cache-memory-bytes: since 0.11, and in later wordings."""
     version = re.search(r"(?:vLLM API server version|LLM engine \(v|vllm[=-]{1,2})\s?v?(\d+)\.(\d+)", error.log)
     if version is not None:
         return (int(version[1]), int(version[2])) >= (0, 11)
-    return "configuration/conserving_memory" in error.log
+    return "configuration/conserving_memory" in error.log or "with the model's max seq len" in error.log
 
 
 def _find_total_bytes(error: EngineError) -> int | None:
@@ -296,9 +295,12 @@ def _list_weights_advice(error: EngineError) -> Iterator[Advice]:
 
 
 def _spread(error: EngineError, what: str) -> Advice:
-    size = find_integer(r"tensor[_-]parallel[_-]size['\"]?[ =:]+(\d+)", error.log) or 1
-    if size > 1:
-        what = f"spread the model over {2 * size} GPUs instead of {size}"
+    """Return the advice to double the tensor-parallel GPUs; `what` is for one GPU."""
+    size, stages = (
+        find_integer(rf"{name}[_-]parallel[_-]size['\"]?[ =:]+(\d+)", error.log) or 1 for name in ("tensor", "pipeline")
+    )
+    if size * stages > 1:
+        what = f"spread the model over {2 * size * stages} GPUs instead of {size * stages}"
     return Advice(what, _make_command(error, f"--tensor-parallel-size {2 * size}"))
 
 

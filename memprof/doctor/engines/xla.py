@@ -12,14 +12,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memprof.doctor.diagnosis import Advice, Cause, EngineFigures, MessageSizes
+from memprof.doctor.diagnosis import Advice, Cause, EngineFigures, MessageSizes, PrintedSize
 from memprof.doctor.engines.engine import LIST_PROCESSES, Engine, EngineError
 from memprof.doctor.message_sizes import add_sizes, format_size, read_message_sizes, read_size, subtract_sizes
 from memprof.doctor.signature import make_signature
+from memprof.units import format_bytes
 
 # Bytes of an element of TensorFlow's types.
 _TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 _HBM = "TPU program"
+_FRACTION = 0.95
 
 
 def read_xla(message: str) -> MessageSizes:
@@ -65,8 +67,16 @@ def _list_batch_advice(error: EngineError) -> Iterator[Advice]:
             f"a smaller batch, or shorter sequences: the program may use {100 * share:.0f}% of what it uses "
             f"(parameters and optimizer state do not shrink with the batch)"
         )
-    else:
-        yield Advice("a smaller batch, or shorter sequences")
+        return
+    shape = re.search(r"OOM when allocating tensor with shape\[(\d+),", error.log)
+    first = f": the first dimension of the tensor, usually the batch, is {shape[1]}" if shape else ""
+    yield Advice(f"a smaller batch, or shorter sequences{first}")
+
+
+def _find_size_of_program(log: str) -> PrintedSize | None:
+    """Return the size of all buffers of the compiled program, which XLA prints after its error; None without it."""
+    match = re.search(r"total allocation: +(\d+(?:\.\d+)?)([KMG]iB)", log)
+    return read_size(match[1], match[2]) if match else None
 
 
 def list_jax_advice(error: EngineError) -> Iterator[Advice]:
@@ -82,9 +92,14 @@ def list_jax_advice(error: EngineError) -> Iterator[Advice]:
         yield remat
         yield donate
         return
+    program = _find_size_of_program(error.log)
+    enough = ""
+    if program is not None:
+        least_bytes = int(program.num_bytes / _FRACTION)
+        enough = f"; the program takes {program.text}: enough on a GPU of {format_bytes(least_bytes)} or more"
     yield Advice(
-        "JAX takes three quarters of the GPU unless told otherwise: more, if nobody else is on it",
-        "export XLA_PYTHON_CLIENT_MEM_FRACTION=.95",
+        f"JAX takes three quarters of the GPU unless told otherwise: more, if nobody else is on it{enough}",
+        f"export XLA_PYTHON_CLIENT_MEM_FRACTION={_FRACTION}",
     )
     yield LIST_PROCESSES
     yield from _list_batch_advice(error)
@@ -139,7 +154,7 @@ TORCH_XLA = Engine(
     list_advice=list_torch_xla_advice,
     read_figures=read_figures,
     paths=r"[/\\]torch_xla[/\\]",
-    log_marks=r"torch_xla|\bxm\.|xla_model|XLA_USE_BF16|PJRT_DEVICE",
+    log_marks=r"torch[_-]xla|\bxm\.|xla_model|XLA_USE_BF16|PJRT_DEVICE|xla/xla_client/|XRTExecute",
 )
 TENSORFLOW = Engine(
     name="TensorFlow",
