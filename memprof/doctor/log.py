@@ -38,15 +38,13 @@ _ANCHORS = (
     "should be the same", "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
     "buffers on device", "indices should be", "CUDA_ERROR_OUT", "device type ", "the expected device", "of meta tensor",
     "Placeholder storage", "_STATUS_", "cudaHostAlloc",
-    "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error (2)",
-    "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory util", "cache blocks", "KV cache",
-    "at least one request", "Not enough memory", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
+    "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error",
+    "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory", "cache blocks", "KV cache",
+    "at least one request", "Not enough ", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
     "shared memory", "shm", "unable to open shared", "Bus error", "oom", "OOM", "low on memory", " -9", "137",
     "cuda error", "Failed to CUDA", "Cuda failure", "ncclUnhandled", "find an engine", "fallocate", "buffer size",
     "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
-    "less than the engine", "Not enough host", "leave no GPU memory", "state cache", "maximum allowed length",
-    "uda graph failed", "CUDA graph failed", "insufficient GPU", "CUDA runtime error", "more system memory",
-    "buffer of size",
+    "on startup is", "maximum allowed length", "more system memory", "buffer of size",
 )  # fmt: skip
 _WORDS_BY_ANCHOR = {
     anchor.encode(): {word.encode() for signature in SIGNATURES for word in signature.words if anchor in word}

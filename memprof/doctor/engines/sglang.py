@@ -215,8 +215,7 @@ SGLANG = Engine(
             source="SGLang", cause=Cause.KV_CACHE,
         ),
         make_signature(
-            "sglang-state", "state cache is too small to serve|for hybrid (mamba/linear-attention) state cache",
-            source="SGLang", cause=Cause.KV_CACHE,
+            "sglang-state", "Not enough GPU memory for hybrid", source="SGLang", cause=Cause.KV_CACHE,
         ),
         make_signature(
             "sglang-tokens", "out of memory. Try to lower your batch|Out of memory. Try to lower your batch",
@@ -232,7 +231,7 @@ SGLANG = Engine(
             get_sizes=read_host_sizes,
         ),
         make_signature(
-            "sglang-graphs", "Capture cuda graph failed|Capture CUDA graph failed",
+            "sglang-graphs", "out of memory",
             r"Capture (?:cuda|CUDA) graph failed: .{0,200}?out of memory(?!\. Tried to allocate)", source="SGLang",
             cause=Cause.ENGINE_BATCH,
         ),

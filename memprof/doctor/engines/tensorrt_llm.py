@@ -158,7 +158,7 @@ TENSORRT_LLM = Engine(
     signatures=(
         make_signature(
             "tensorrt-executor",
-            "Executor creation failed due to insufficient GPU memory|which might indicate insufficient GPU",
+            "Executor creation failed due to insufficient GPU memory|which might indicate insufficient GPU memory",
             r"Executor creation failed (?:due to insufficient GPU|with an error which might indicate insufficient)",
             source="TensorRT-LLM", cause=Cause.DEVICE_MEMORY, get_sizes=read_executor_sizes, priority=0,
         ),

@@ -325,7 +325,7 @@ VLLM = Engine(
     },
     signatures=(
         make_signature(
-            "vllm-budget", "is less than desired GPU memory utilization|is less than the engine's budget",
+            "vllm-budget", "on startup is less than",
             r"Free memory on device.{0,60}on startup is less than (?:desired GPU memory|the engine's budget)",
             source="vLLM", cause=Cause.ENGINE_BUDGET, get_sizes=read_budget,
         ),

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from corpus import Message, messages, wrong_figures
 
 SEEN = messages("messages.toml")
-ENGINES = messages("messages_engines.toml")
+ENGINES = messages("messages_engines.toml") + messages("messages_engines_held_out.toml")
 HELD_OUT = messages("messages_held_out.toml") + messages("messages_last.toml")
 ALL = SEEN + HELD_OUT + messages("messages_more.toml") + ENGINES
 
