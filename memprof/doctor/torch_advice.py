@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from memprof.doctor.activity import Activity, find_activity, list_call_advice
 from memprof.doctor.diagnosis import Advice, Candidate, MessageSizes
@@ -115,15 +116,14 @@ def _list_freeing_advice(failed: FailedAllocation) -> Iterator[Advice]:
     room = failed.room
     if not room.is_reached_by_freeing:
         return
+    if failed.activity is Activity.LOADING:
+        steps = _list_fix_advice("doctor: weights", failed)
+    elif failed.activity is Activity.OPTIMIZER:
+        steps = chain(_list_fix_advice("doctor: parameters", failed), _list_fix_advice("doctor: smaller", failed))
+    else:
+        steps = _list_fix_advice("doctor: smaller", failed)
     tensor_fixes = {step.fix for step in _list_tensor_advice(failed)}
-    cases = {
-        Activity.OPTIMIZER: ("doctor: parameters", "doctor: smaller"),
-        Activity.LOADING: ("doctor: weights",),
-    }.get(failed.activity, ("doctor: smaller",))
-    for case in cases:
-        for step in _list_fix_advice(case, failed):
-            if step.fix not in tensor_fixes and room.is_reached_by(step.fix):
-                yield step
+    yield from (step for step in steps if step.fix not in tensor_fixes and room.is_reached_by(step.fix))
 
 
 def list_fragmentation_advice(failed: FailedAllocation) -> Iterator[Advice]:
