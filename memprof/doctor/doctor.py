@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from memprof.doctor.advice import list_advice
 from memprof.doctor.causes import find_cause, find_outside_size
-from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, MessageSizes
+from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis
 from memprof.doctor.dimensions import (
     Dimensions,
     find_batch_size,
@@ -134,35 +134,56 @@ def _explain(error: _Error, head: str, options: ReportedRun, model: Dimensions |
         steps = tuple(mismatch.list_advice(details, relevant_frames))
         return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
     log_text = _find_text_before(head, passage)
-    full_log = log_text + passage.text_after
-    engine = find_engine(signature.source, frames, passage.text_after.split("\n", 1)[0], full_log)
-    if engine is not None:
-        engine_figures = engine.read_figures(error.message, full_log)
-        cause = find_cause_of_part(engine_figures.part, cause)
-        stage = engine.find_stage(frozenset(frame.function.rpartition(".")[2] for frame in frames))
-        engine_error = EngineError(cause, signature.name, sizes, engine_figures, full_log, stage)
-        source = engine.name if engine.name == signature.source else f"{signature.source} in {engine.name}"
-        result = replace(result, cause=cause, source=source, engine=engine_figures)
+    engine_error = _find_engine_error(error, result, frames, log_text + passage.text_after)
+    if engine_error is not None:
+        name = engine_error.engine.name
+        source = name if name == signature.source else f"{signature.source} in {name}"
+        result = replace(result, cause=engine_error.cause, source=source, engine=engine_error.figures)
     if model is None and (model_name := find_model_name(log_text)) is not None:
         model = get_dimensions(find_model(model_name))
     candidates: tuple[Candidate, ...] = ()
-    if cause not in _CAUSES_WITHOUT_TENSOR and signature.source not in _SOURCES_WITHOUT_TENSOR:
-        batch = result.engine.batch if result.engine is not None else None
-        candidates = _find_tensors(sizes, model, options, log_text, frames, batch)
+    if result.cause not in _CAUSES_WITHOUT_TENSOR and signature.source not in _SOURCES_WITHOUT_TENSOR:
+        candidates = _find_tensors(result, model, options, log_text, frames)
+    run = _describe_run(options, model, candidates, frames, log_text)
+    failed = FailedAllocation(sizes, candidates, run, frames, log_text + error.message)
+    engine_steps = None if engine_error is None else engine_error.list_advice()
+    return replace(
+        result,
+        title=_build_title(result, candidates),
+        tensors=candidates,
+        steps=list_advice(result.cause, signature.source, failed, engine_steps),
+    )
+
+
+def _find_engine_error(
+    error: _Error, diagnosis: Diagnosis, frames: list[TracebackFrame], log: str
+) -> EngineError | None:
+    """Return what `log` says of the error if it is one of an inference engine, else None."""
+    signature = error.signature
+    engine = find_engine(signature.source, frames, error.passage.text_after.split("\n", 1)[0], log)
+    if engine is None:
+        return None
+    figures = engine.read_figures(error.message, log)
+    cause = find_cause_of_part(figures.part, diagnosis.cause)
+    stage = engine.find_stage(frozenset(frame.function.rpartition(".")[2] for frame in frames))
+    return EngineError(engine, cause, signature.name, diagnosis.figures, figures, log, stage)
+
+
+def _describe_run(
+    options: ReportedRun,
+    model: Dimensions | None,
+    candidates: tuple[Candidate, ...],
+    frames: list[TracebackFrame],
+    log_text: str,
+) -> ReportedRun:
+    """Return the failed run: by `options`, and where these are silent by the likeliest tensor and the traceback."""
     run = replace(options, model=model.model if model else None)
     if model is not None and candidates and len(candidates[0].shape) == 3 and not candidates[0].exact:
-        # Batch and length of the likeliest tensor are taken for those of the run.
         batch, length, _ = candidates[0].shape
         run = replace(run, batch_size=run.batch_size or batch, context_length=run.context_length or length)
     if (script := find_script(frames)) is not None:
         run = replace(run, script=script, arguments=find_arguments(script, log_text))
-    failed = FailedAllocation(sizes, candidates, run, frames, log_text + error.message)
-    return replace(
-        result,
-        title=_build_title(cause, result, candidates),
-        tensors=candidates,
-        steps=list_advice(cause, signature.source, failed, engine.list_advice(engine_error) if engine else None),
-    )
+    return run
 
 
 def _find_text_before(head: str, passage: Passage) -> str:
@@ -173,13 +194,10 @@ def _find_text_before(head: str, passage: Passage) -> str:
 
 
 def _find_tensors(
-    sizes: MessageSizes,
-    model: Dimensions | None,
-    run: ReportedRun,
-    log_text: str,
-    frames: list[TracebackFrame],
-    engine_batch: int | None,
+    diagnosis: Diagnosis, model: Dimensions | None, run: ReportedRun, log_text: str, frames: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
+    sizes = diagnosis.figures
+    engine_batch = None if diagnosis.engine is None else diagnosis.engine.batch
     byte_range = find_request_range(sizes)
     if byte_range is None:
         return ()
@@ -204,8 +222,8 @@ def _find_error_line(error: _Error) -> str:
     return text if len(text) <= 240 else text[start : start + 240] + "..."
 
 
-def _build_title(cause: Cause, diagnosis: Diagnosis, candidates: tuple[Candidate, ...]) -> str:
-    sizes, engine = diagnosis.figures, diagnosis.engine
+def _build_title(diagnosis: Diagnosis, candidates: tuple[Candidate, ...]) -> str:
+    cause, sizes, engine = diagnosis.cause, diagnosis.figures, diagnosis.engine
     request = "" if sizes.tried is None else f": {sizes.tried.text}"
     capacity = f" on a device of {sizes.total.text}" if request and sizes.total is not None else ""
     if engine is not None and engine.part and engine.part.lower() not in cause.headline.lower():

@@ -53,15 +53,41 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Engine:
+    """An inference engine, or another runtime with options of its own."""
+
+    name: str
+    list_advice: Callable[[EngineError], Iterator[Advice]]  # Yields advice, what helps most first.
+    signatures: tuple[Signature, ...] = ()
+    read_figures: Callable[[str, str], EngineFigures] = lambda message, log: EngineFigures()  # of a message and its log
+    paths: str = ""  # Regular expression for the files of its code in a traceback; "": none.
+    log_marks: str = ""  # Regular expression for what only its logs have; "": none.
+    # Functions in its tracebacks by stage. Of several in a traceback, the last stage decides, but a start that computes a
+    # batch is no request.
+    functions: dict[Stage, tuple[str, ...]] = field(default_factory=dict)
+
+    def find_stage(self, names: frozenset[str]) -> Stage:
+        """Return the stage to which functions with these `names` belong."""
+        stages = [stage for stage in Stage if names.intersection(self.functions.get(stage, ()))]
+        starts = [stage for stage in stages if stage is not Stage.SERVE]
+        return (starts or stages or [Stage.UNKNOWN])[-1]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineError:
     """An error in an engine, with everything that the log says of it."""
 
+    engine: Engine
     cause: Cause
     signature: str  # Name of the signature.
     sizes: MessageSizes
     figures: EngineFigures
     log: str  # The beginning of the log, and the text around the error.
     stage: Stage = Stage.UNKNOWN
+
+    def list_advice(self) -> Iterator[Advice]:
+        """Yield the engine's advice, what helps most first."""
+        return self.engine.list_advice(self)
 
     @property
     def model(self) -> str:
@@ -79,25 +105,6 @@ class EngineError:
         """Return the bytes by which the failed allocation exceeds the free memory; None if unknown."""
         tried, free = self.sizes.tried, self.sizes.free
         return None if tried is None or free is None else max(0, tried.num_bytes - free.num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """An inference engine, or another runtime with options of its own."""
-
-    name: str
-    list_advice: Callable[[EngineError], Iterator[Advice]]  # Yields advice, what helps most first.
-    signatures: tuple[Signature, ...] = ()
-    read_figures: Callable[[str, str], EngineFigures] = lambda message, log: EngineFigures()  # of a message and its log
-    paths: str = ""  # Regular expression for the files of its code in a traceback; "": none.
-    log_marks: str = ""  # Regular expression for what only its logs have; "": none.
-    # Functions in its tracebacks by stage; of several in a traceback, the last stage decides.
-    functions: dict[Stage, tuple[str, ...]] = field(default_factory=dict)
-
-    def find_stage(self, names: frozenset[str]) -> Stage:
-        """Return the stage to which functions with these `names` belong."""
-        stages = [stage for stage in Stage if names.intersection(self.functions.get(stage, ()))]
-        return stages[-1] if stages else Stage.UNKNOWN
 
 
 def find_number(pattern: str, text: str) -> float | None:

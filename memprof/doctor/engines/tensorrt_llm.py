@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 
 from memprof.doctor.diagnosis import Advice, Cause, EngineFigures, MessageSizes
 from memprof.doctor.engines.engine import (
@@ -22,7 +21,7 @@ from memprof.doctor.engines.engine import (
     find_integer,
     find_number,
 )
-from memprof.doctor.message_sizes import read_message_sizes, read_size
+from memprof.doctor.message_sizes import read_size
 from memprof.doctor.signature import make_signature
 
 _DEFAULT_FRACTION = 0.9  # --kv_cache_free_gpu_memory_fraction (commands/serve.py)
@@ -38,10 +37,6 @@ def read_executor_sizes(message: str) -> MessageSizes:
         total=None if total is None else read_size(f"{total:.2f}", "GiB"),
         free=None if free is None else read_size(f"{free:.2f}", "GiB"),
     )
-
-
-# Reads a message that C++ code printed: it has no sizes.
-read_runtime_sizes = partial(read_message_sizes, tried="allocate AMOUNT")
 
 
 def read_figures(message: str, log: str) -> EngineFigures:
@@ -165,7 +160,7 @@ TENSORRT_LLM = Engine(
         make_signature(
             "tensorrt-runtime", "CUDA runtime error in",
             r"\[TensorRT-LLM\]\[ERROR\] CUDA runtime error in .{0,120}?: out of memory", source="TensorRT-LLM",
-            cause=Cause.DEVICE_MEMORY, get_sizes=read_runtime_sizes, priority=0,
+            cause=Cause.DEVICE_MEMORY, priority=0,
         ),
     ),
 )  # fmt: skip

@@ -157,6 +157,7 @@ def test_weights_in_another_process():
     [
         (("run_engine_core", "__init__", "load_model"), "--tensor-parallel-size 2"),
         (("determine_available_memory", "profile_run"), "--max-num-batched-tokens 1024 --max-num-seqs 64"),
+        (("profile_run", "execute_model"), "--max-num-batched-tokens 1024 --max-num-seqs 64"),
         (("initialize_from_config", "initialize_kv_cache"), "--gpu-memory-utilization 0.89"),
         (("compile_or_warm_up_model", "capture_model"), "--gpu-memory-utilization 0.89"),
         (("run_busy_loop", "execute_model"), "--gpu-memory-utilization 0.89"),
