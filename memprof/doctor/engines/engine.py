@@ -62,8 +62,8 @@ class Engine:
     read_figures: Callable[[str, str], EngineFigures] = lambda message, log: EngineFigures()  # of a message and its log
     paths: str = ""  # Regular expression for the files of its code in a traceback; "": none.
     log_marks: str = ""  # Regular expression for what only its logs have; "": none.
-    # Functions in its tracebacks by stage. Of several in a traceback, the last stage decides, but a start that computes a
-    # batch is no request.
+    # Functions in its tracebacks by stage. Of several, the last stage decides; a start that computes a batch
+    # is no request.
     functions: dict[Stage, tuple[str, ...]] = field(default_factory=dict)
 
     def find_stage(self, names: frozenset[str]) -> Stage:

@@ -309,7 +309,8 @@ VLLM = Engine(
     list_advice=list_advice,
     read_figures=read_figures,
     paths=r"[/\\]vllm[/\\](?:v1|worker|engine|executor|model_executor|attention|entrypoints|distributed)[/\\]",
-    log_marks=r"\(EngineCore|\(VllmWorker|\(APIServer pid|vllm serve |vllm[./]entrypoints|vLLM API server",
+    log_marks=r"\(EngineCore|\(VllmWorker|\(RayWorkerWrapper|\(Worker_TP|\(APIServer pid|vllm serve |vllm[./]entrypoints"
+    r"|vLLM API server",
     functions={
         Stage.LOAD: ("load_model", "load_weights", "create_weights"),
         Stage.PROFILE: (
@@ -320,6 +321,7 @@ VLLM = Engine(
         ),
         Stage.WARM_UP: (
             "compile_or_warm_up_model", "capture_model", "_dummy_sampler_run", "_dummy_pooler_run", "kernel_warmup",
+            "capture_begin", "capture_end",
         ),
         Stage.SERVE: ("execute_model", "run_busy_loop", "step_with_batch_queue"),
     },

@@ -160,6 +160,7 @@ def test_weights_in_another_process():
         (("profile_run", "execute_model"), "--max-num-batched-tokens 1024 --max-num-seqs 64"),
         (("initialize_from_config", "initialize_kv_cache"), "--gpu-memory-utilization 0.89"),
         (("compile_or_warm_up_model", "capture_model"), "--gpu-memory-utilization 0.89"),
+        (("__call__", "capture_end"), "--gpu-memory-utilization 0.89"),
         (("run_busy_loop", "execute_model"), "--gpu-memory-utilization 0.89"),
     ],
 )
@@ -168,6 +169,11 @@ def test_torch_s_error_in_vllm_has_the_advice_of_its_stage(frames: tuple[str, ..
     assert found.source == "torch in vLLM"
     assert option in found.steps[0].command
     assert not any("memprof" in step.command for step in found.steps)
+
+
+@pytest.mark.parametrize("prefix", ["(RayWorkerWrapper pid=2069, ip=10.0.0.1) ERROR ", "(Worker_TP2 pid=99) ERROR "])
+def test_a_worker_s_line_is_enough_to_tell_vllm(prefix: str):
+    assert diagnosis(prefix + torch_error()).source == "torch in vLLM"
 
 
 def test_a_quarter_of_the_batch_that_the_log_names():
