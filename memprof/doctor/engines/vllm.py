@@ -309,7 +309,7 @@ VLLM = Engine(
     list_advice=list_advice,
     read_figures=read_figures,
     paths=r"[/\\]vllm[/\\](?:v1|worker|engine|executor|model_executor|attention|entrypoints|distributed)[/\\]",
-    log_marks=r"\(EngineCore|\(VllmWorker|\(RayWorkerWrapper|\(Worker_TP|\(APIServer pid|vllm serve |vllm[./]entrypoints"
+    log_marks=r"\((?:EngineCore|VllmWorker|RayWorkerWrapper|Worker_TP|APIServer pid)|vllm serve |vllm[./]entrypoints"
     r"|vLLM API server",
     functions={
         Stage.LOAD: ("load_model", "load_weights", "create_weights"),
