@@ -235,6 +235,10 @@ _GGML_SIGNATURES = (
         r"(?:alloc_tensor_range|gallocr_reserve_n\w*): failed to allocate \S+ buffer of size \d+",
         source="ggml", cause=Cause.DEVICE_MEMORY, get_sizes=read_cuda_sizes,
     ),
+    make_signature(
+        "ggml-weights", "unable to allocate", r"error loading model: unable to allocate (?!CPU)\S+ buffer",
+        source="ggml", cause=Cause.DEVICE_MEMORY,
+    ),
 )  # fmt: skip
 LLAMA_CPP = Engine(
     name="llama.cpp",

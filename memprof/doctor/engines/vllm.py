@@ -32,6 +32,10 @@ _DEFAULT_FRACTION = 0.92  # The default since 0.29; 0.9 before (config/cache.py)
 _SMALL_GPU_BYTES, _LARGEST_GPU_BYTES = 4 * GIB, 192 * GIB  # Few have a larger one, and they know.
 _SMALL_BATCH_TOKENS, _FEW_SEQUENCES = 1024, 64  # The defaults are 2,048 to 16,384 and 256 to 1,024 (arg_utils.py).
 
+# Lines of a log that are printed once the KV cache is allocated.
+_CACHE_LINES = re.compile(
+    r"GPU KV cache size|# (?:cuda|GPU) blocks|Capturing (?:cudagraphs|CUDA graph|the model for CUDA)"
+)
 _BUDGET = re.compile(
     r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than "
     r"(?:desired GPU memory utilization|the engine's budget after excluding external process's weights) "
@@ -109,7 +113,7 @@ def _has_allocated_cache(error: EngineError) -> bool:
     if error.signature == "vllm-warm-up" or error.stage in (Stage.WARM_UP, Stage.SERVE, Stage.CACHE):
         return True
     is_said = error.sizes.private_pools is not None or "when warming up" in error.log
-    has_line = re.search(r"GPU KV cache size|# GPU blocks|# (?:cuda|GPU) blocks", error.log) is not None
+    has_line = _CACHE_LINES.search(error.log) is not None
     return error.stage is Stage.UNKNOWN and (is_said or has_line)
 
 

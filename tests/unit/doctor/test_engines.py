@@ -176,6 +176,23 @@ def test_a_worker_s_line_is_enough_to_tell_vllm(prefix: str):
     assert diagnosis(prefix + torch_error()).source == "torch in vLLM"
 
 
+@pytest.mark.parametrize(
+    ("line", "is_after_cache"),
+    [
+        ("# GPU blocks: 229, # CPU blocks: 512", True),
+        ("# cuda blocks: 7299, # CPU blocks: 2048", True),
+        ("GPU KV cache size: 23,648 tokens", True),
+        ("Capturing cudagraphs for decoding. This may lead to unexpected consequences", True),
+        ("Capturing the model for CUDA graphs. This may lead to unexpected consequences", True),
+        ("Capturing CUDA graph shapes:   0%|          | 0/67 [00:00<?, ?it/s]", True),
+        ("Loading model weights took 15.08 GB", False),
+    ],
+)
+def test_lines_of_the_log_say_that_the_cache_was_allocated(line: str, is_after_cache: bool):
+    text = f"(EngineCore pid=9) {line}\n(EngineCore pid=9) " + torch_error()
+    assert ("--gpu-memory-utilization" in commands(text)[0]) is is_after_cache
+
+
 def test_a_quarter_of_the_batch_that_the_log_names():
     text = "max_num_batched_tokens=8192 max_num_seqs=128\n" + torch_error(frames_of("profile_run"))
     assert commands(text)[0].endswith("--max-num-batched-tokens 2048 --max-num-seqs 32")
@@ -363,6 +380,26 @@ def test_the_layers_that_have_room():
 )
 def test_the_lines_after_a_failed_buffer_say_what_it_was_for(after: str, cause: str):
     assert diagnosis(cuda_error("512.00", after)).cause == cause
+
+
+def test_the_line_on_a_model_that_does_not_load_is_enough():
+    found = diagnosis(
+        "Error: llama runner process has terminated: error loading model: unable to allocate CUDA0 buffer"
+    )
+    assert (found.source, found.cause) == ("ggml in Ollama", "weights")
+    assert found.steps[0].command == "/set parameter num_gpu 20"
+
+
+def test_layers_of_ollama_that_go_to_the_cpu():
+    after = "ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 1\npanic: unable to create llama context"
+    text = "level=INFO source=server.go:104 msg=offload\nollama serve\n" + cuda_error("5030.00", after)
+    assert [part.split()[0].split("=")[0] for part in commands(text)] == [
+        "OLLAMA_CONTEXT_LENGTH",
+        "OLLAMA_GPU_OVERHEAD",
+        "/set",
+        "ollama",
+    ]
+    assert "OLLAMA_GPU_OVERHEAD=5368709120 ollama serve" in commands(text)
 
 
 def test_a_buffer_of_another_backend():
