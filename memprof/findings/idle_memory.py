@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import describe_holder, find_idle_holder, find_step_leaks, holder_key, is_of_model
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
@@ -24,6 +24,8 @@ MIN_MODEL_PHASES = 2  # that compute after its last use: one may be the samples 
 MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here on, even if the peak is elsewhere
 
 _MOST_SHOWN = 3
+
+_ROLES_OF_TRAINED_MODELS = ROLES_OF_MODELS | {Role.GRADIENT}
 
 
 class _Group(NamedTuple):
@@ -58,6 +60,7 @@ def _find_idle_storages(context: Context) -> list[int]:
 
     A forward's tensors that die in a backward, or when a run has ended without memory, belong to autograd: code that no
     operator shows may read them, or would have read them later. Of these only what a variable holds is idle.
+    Models that another one has replaced are idle before a phase begins.
     """
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
     phases = trace.list_phase_begins()
@@ -68,10 +71,10 @@ def _find_idle_storages(context: Context) -> list[int]:
     if trace.ended_out_of_memory and out_of_memory is not None:
         last_event = out_of_memory.event
     held = _find_held_storages(context, last_event)
-    result = []
+    result = list(_find_replaced_models(context))
     for index, used in enumerate(trace.last_uses):
         storage = trace.storages[index]
-        if used == NONE or storage.device != trace.device or storage.hidden:
+        if used == NONE or storage.device != trace.device or storage.hidden or index in _find_replaced_models(context):
             continue
         following = bisect.bisect_left(computing, used)
         if following == len(computing) or deaths[index] <= computing[following]:
@@ -86,14 +89,14 @@ def _find_idle_storages(context: Context) -> list[int]:
 def _find_held_storages(context: Context, last_event: int) -> set[int]:
     """Return the storages that a holder was seen to have, and those that it has at `last_event`, an error.
 
-    The holder was seen in an earlier step: it has as many of the tensors that the same line made last, if these too
+    A holder that was seen in an earlier step has as many of the tensors that the same line made last, if these too
     were last used in a phase of the same kind. Others have a use in the step that the error has cut.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     phases = trace.list_phase_begins()
     held = {index for holder in trace.idle_holders for index in holder.storages}
     if last_event < len(trace.events):
-        for holder in trace.idle_holders:
+        for holder in (one for one in trace.idle_holders if one.event <= last_event):
             for key, count in Counter(_make_key(trace, index) for index in holder.storages).items():
                 alike = [index for index in range(len(trace.storages)) if _make_key(trace, index) == key]
                 newest = lifetimes.find_live(last_event, alike).storages[-count:]
@@ -101,6 +104,43 @@ def _find_held_storages(context: Context, last_event: int) -> set[int]:
                 kinds = {_find_phase(phases, trace.last_uses[index]).kind for index in seen}
                 held.update(i for i in newest if _find_phase(phases, trace.last_uses[i]).kind in kinds)
     return held
+
+
+@cache_per_context
+def _find_replaced_models(context: Context) -> frozenset[int]:
+    """Return the storages of models that were last used before another model was built, in which memory ran out.
+
+    They have computed in several phases, and none of their parameters was used after the first new one was allocated;
+    a program that has come further may use them again, and then shows it.
+    """
+    trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
+    if not trace.ended_out_of_memory:
+        return frozenset()
+    phases = trace.list_phase_begins()
+    used = {
+        index: trace.last_uses[index]
+        for index, owner in trace.owners.items()
+        if owner.role in _ROLES_OF_TRAINED_MODELS
+        and trace.storages[index].device == trace.device
+        and trace.last_uses[index] != NONE
+        and _find_phase(phases, trace.last_uses[index]).kind.computes
+    }
+    parameters = [
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.PARAMETER and trace.storages[index].device == trace.device
+    ]
+    parameters.sort(key=lambda index: births[index])
+    replaced_at, last_use = 0, NONE
+    for index in parameters:
+        if replaced_at <= last_use < births[index]:
+            replaced_at = births[index]
+        last_use = max(last_use, used.get(index, NONE))
+    new = [index for index in parameters if births[index] >= replaced_at and deaths[index] == len(trace.events)]
+    computing = [time for time, phase in phases if phase.kind.computes and time < replaced_at]
+    if len(computing) < MIN_MODEL_PHASES or context.lifetimes.sum_bytes(new) < MIN_BYTES:
+        return frozenset()
+    return frozenset(index for index, event in used.items() if event < replaced_at < deaths[index])
 
 
 def _make_key(trace: Trace, index: int) -> tuple[int, int]:
@@ -117,7 +157,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
-    phases = trace.list_phase_begins()
+    phases, replaced = trace.list_phase_begins(), _find_replaced_models(context)
     for index in storages:
         owner = trace.owners.get(index)
         last_phase = _find_phase(phases, trace.last_uses[index]).kind
@@ -125,7 +165,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             continue
         if owner is None or owner.role is Role.KV_CACHE:
             by_key[_make_key(trace, index)].append(index)
-        elif owner.role in ROLES_OF_MODELS and last_phase.computes:  # not only initialized
+        elif index in replaced or (owner.role in ROLES_OF_MODELS and last_phase.computes):  # not only initialized
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
             gradients.append(index)
@@ -135,25 +175,37 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         if holder is None or not _is_kept_on_purpose(context, holder, members):
             by_holder[holder or key] += members
     groups = [_make_ownerless_group(trace, key, members) for key, members in by_holder.items()]
-    parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
-    num_models = _count_models(context, parameters)
-    last_use = max((trace.last_uses[index] for index in parameters), default=0)
-    computing = [time for time, phase in phases if phase.kind.computes and time >= last_use]
-    program = trace.facts.program
-    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
-    if num_models > 1 or (num_models and has_ended and len(computing) >= MIN_MODEL_PHASES):
-        holder = find_idle_holder(trace, parameters)
-        by = "" if holder is None else f", kept by {_format_holder(holder)}"
-        what = "a model that is no longer used"
-        if num_models > 1:
-            each = sum(trace.storages[index].num_bytes for index in models) // num_models
-            what = f"{num_models} models built one after another, {format_bytes(each)} each with what belongs to it"
-        fix = "delete the model and its optimizer, or move them to the host"
-        groups.append(_Group(f"{what}{by}", fix, holder, models, is_model=True))
+    groups += _make_model_groups(context, models)
     if gradients:
         fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
         groups.append(_Group("gradients that the optimizer has used", fix, None, gradients))
     return groups
+
+
+def _make_model_groups(context: Context, models: Sequence[int]) -> list[_Group]:
+    """Return at most one group, of the idle storages of models: several, one that another has replaced, or one that a
+    program has not used until its end."""
+    trace = context.ledger.trace
+    parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
+    num_models, replaced = _count_models(context, parameters), _find_replaced_models(context)
+    last_use = max((trace.last_uses[index] for index in parameters), default=0)
+    computing = [time for time, phase in trace.list_phase_begins() if phase.kind.computes and time >= last_use]
+    program = trace.facts.program
+    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
+    fix = "delete the model and its optimizer, or move them to the host"
+    if num_models > 1:
+        each = sum(trace.storages[index].num_bytes for index in models) // num_models
+        what = f"{num_models} models built one after another, {format_bytes(each)} each with what belongs to it"
+    elif replaced:
+        models = sorted(replaced)
+        what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
+    elif num_models and has_ended and len(computing) >= MIN_MODEL_PHASES:
+        what = "a model that is no longer used"
+    else:
+        return []
+    holder = find_idle_holder(trace, parameters)
+    by = "" if holder is None else f", kept by {_format_holder(holder)}"
+    return [_Group(f"{what}{by}", fix, holder, list(models), is_model=True)]
 
 
 def _make_error_groups(trace: Trace) -> list[_Group]:

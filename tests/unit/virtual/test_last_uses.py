@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import linecache
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import memprof
 from memprof.trace.events import NONE
 from memprof.virtual import VirtualGpu
 from memprof.watch import holders, idle
+from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
 ELEMENTS = 1 << 20
 
@@ -148,3 +151,57 @@ def test_live_tensors_are_looked_at_in_the_first_twelve_phases_and_ever_more_rar
     *phases, _ = looked  # the last is the end of the run
     assert [number for number in phases if number > 12] == [number for number in (16, 32, 64) if number in phases]
     assert 12 in phases or 11 in phases
+
+
+class Greedy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + take(1024 * MIB)
+
+
+def resume(path: Path) -> None:
+    """Load a checkpoint beside another model, until memory runs out in the first forward pass."""
+    first = nn.Linear(2048, 2048).cuda()
+    first(torch.ones(1, 2048, device="cuda"))
+    loaded = torch.load(path, map_location="cuda")
+    model = nn.Sequential(nn.Linear(2048, 2048), Greedy()).cuda()
+    model[0].load_state_dict(loaded["model"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    model(torch.ones(1, 2048, device="cuda"))
+
+
+def test_when_memory_runs_out_a_loaded_checkpoint_and_a_model_are_named(tmp_path: Path) -> None:
+    """The optimizer has its part of the checkpoint, and has not used it yet."""
+    saved = nn.Linear(2048, 2048)
+    optimizer = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    with pytest.raises(torch.OutOfMemoryError), small_gpu() as gpu:
+        resume(tmp_path / "saved.pt")
+    names = {holder.name: {gpu.trace.owners.get(i) for i in holder.storages} for holder in gpu.trace.idle_holders}
+    assert names["loaded['model']"] == {None} and "first" in names
+
+
+def collect(is_pending: bool) -> None:
+    """Keep the outputs of three forward passes, with or without a backward pass each, until memory runs out."""
+    outs = []
+    model = nn.Linear(64, 8192).cuda()
+    for _ in range(3):
+        outs.append(model(torch.ones(1024, 64, device="cuda")))
+        loss = outs[-1].sum()
+        if not is_pending:
+            loss.backward()
+            model.zero_grad()
+    take(1024 * MIB)
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_when_memory_runs_out_what_the_steps_forward_made_is_not_idle(
+    is_pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backward pass of several forward passes may follow, unless an earlier one has used what they made."""
+    monkeypatch.setattr(idle, "NUM_FIRST_PHASES", 0)  # only memory that runs out is a reason to search
+    with pytest.raises(torch.OutOfMemoryError), small_gpu() as gpu:
+        collect(is_pending)
+    assert ("outs" in {holder.name for holder in gpu.trace.idle_holders}) is not is_pending
