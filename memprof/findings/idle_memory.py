@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
@@ -24,6 +24,8 @@ MIN_MODEL_PHASES = 2  # that compute after its last use: one may be the samples 
 MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here on, even if the peak is elsewhere
 
 _MOST_SHOWN = 3
+
+_FORWARD_PHASES = (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
 
 _ROLES_OF_TRAINED_MODELS = ROLES_OF_MODELS | {Role.GRADIENT}
 
@@ -60,7 +62,7 @@ def _find_idle_storages(context: Context) -> list[int]:
 
     A forward's tensors that die in a backward, or when a run has ended without memory, belong to autograd: code that no
     operator shows may read them, or would have read them later. Of these only what a variable holds is idle.
-    Models that another one has replaced are idle before a phase begins.
+    Models that another one has replaced are idle before a phase begins, and inputs only as `_is_idle_input` says.
     """
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
     phases = trace.list_phase_begins()
@@ -79,11 +81,32 @@ def _find_idle_storages(context: Context) -> list[int]:
         following = bisect.bisect_left(computing, used)
         if following == len(computing) or deaths[index] <= computing[following]:
             continue
+        owner = trace.owners.get(index)
+        if owner is not None and owner.role is Role.INPUT and (index not in held or not _is_idle_input(context, index)):
+            continue
         dies_in = phases[bisect.bisect_right(times, deaths[index]) - 1][1].kind
         is_of_autograd = dies_in is PhaseKind.BACKWARD or deaths[index] > last_event
         if not is_of_autograd or index in trace.owners or index in held:
             result.append(index)
     return result
+
+
+def _is_idle_input(context: Context, index: int) -> bool:
+    """Return whether an input is not used in a whole forward pass after its last use, and is none of several that are
+    used in turn: a batch in a list, one that was loaded ahead."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    used = trace.last_uses[index]
+    ends = (
+        end
+        for (begin, phase), (end, _) in pairwise(trace.list_phase_begins())
+        if begin >= used and phase.kind in _FORWARD_PHASES
+    )
+    is_in_turn = any(
+        births[other] < used < trace.last_uses[other] and _make_key(trace, other) == _make_key(trace, index)
+        for other, owner in trace.owners.items()
+        if owner.role is Role.INPUT
+    )
+    return next(ends, len(trace.events)) < context.lifetimes.deaths[index] and not is_in_turn
 
 
 def _find_held_storages(context: Context, last_event: int) -> set[int]:
@@ -163,7 +186,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         last_phase = _find_phase(phases, trace.last_uses[index]).kind
         if index in growing:
             continue
-        if owner is None or owner.role is Role.KV_CACHE:
+        if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
             by_key[_make_key(trace, index)].append(index)
         elif index in replaced or (owner.role in ROLES_OF_MODELS and last_phase.computes):  # not only initialized
             models.append(index)

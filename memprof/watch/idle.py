@@ -23,6 +23,8 @@ MAX_ERROR_SEARCHES = 2  # more, at out-of-memory errors: a program that catches 
 
 NUM_FIRST_PHASES = 12  # that compute, at each of which live tensors are looked at: four steps; then ever more rarely
 
+_Key = Role | tuple[int, int]  # see `_make_key`
+
 
 class IdleWatch:
     """Watch over the phases of a program for tensors that stay live without being used."""
@@ -33,7 +35,7 @@ class IdleWatch:
         self._num_phases = 0  # phases that compute
         self._last_begin = 0  # the event at which the last phase that computes has begun
         self._previous_begin = 0  # that of the one before
-        self._searched: set[object] = set()  # keys that were searched; see `_make_key`
+        self._searched: set[_Key] = set()
         self._num_searches = 0
         self._num_error_searches = 0
 
@@ -72,10 +74,10 @@ class IdleWatch:
         num_elements = {
             math.prod(trace.storages[i].shape) for i, owner in trace.owners.items() if owner.role is Role.PARAMETER
         }
-        idle: dict[int, object] = {}
+        idle: dict[int, _Key] = {}
         for index in table.iterate_unused_since(phase_begin):
             owner, storage = trace.owners.get(index), trace.storages[index]
-            if owner is None:
+            if owner is None or owner.role is Role.INPUT:
                 made_in = trace.phases[storage.phase]
                 is_of_step = made_in.kind is PhaseKind.FORWARD and made_in.step == phase.step
                 is_checkpoint = trace.op(storage) == "torch.load" and math.prod(storage.shape) in num_elements
@@ -91,11 +93,11 @@ class IdleWatch:
         if self._num_searches == MAX_SEARCHES:
             return
         trace, table = self._recorder.trace, self._recorder.storages
-        idle: dict[int, object] = {}
+        idle: dict[int, _Key] = {}
         for index in table.iterate_unused_since(before):
             owner = trace.owners.get(index)
             if trace.storages[index].device != HOST and (
-                owner is None or (with_owners and owner.role in ROLES_OF_MODELS)
+                owner is None or owner.role is Role.INPUT or (with_owners and owner.role in ROLES_OF_MODELS)
             ):
                 key = self._make_key(index)
                 if key not in self._searched:
@@ -104,22 +106,22 @@ class IdleWatch:
             self._num_searches += 1
             self._searched |= large
 
-    def _append_holders(self, idle: Mapping[int, object]) -> set[object]:
+    def _append_holders(self, idle: Mapping[int, _Key]) -> set[_Key]:
         """Append to the trace the holders of the storages in `idle`, which has their keys; return the keys with
         at least MIN_BYTES, without which nothing is searched."""
         trace = self._recorder.trace
-        num_bytes: dict[object, int] = {}
+        num_bytes: dict[_Key, int] = {}
         for index, key in idle.items():
             num_bytes[key] = num_bytes.get(key, 0) + trace.storages[index].num_bytes
         large = {key for key, size in num_bytes.items() if size >= MIN_BYTES}
-        for owned in (False, True):
-            targets = {i: key for i, key in idle.items() if key in large and (i in trace.owners) == owned}
+        for of_models in (False, True):
+            targets = {i: key for i, key in idle.items() if key in large and isinstance(key, Role) == of_models}
             if targets:
-                trace.idle_holders += self._search.find_holders(targets, outermost=owned)
+                trace.idle_holders += self._search.find_holders(targets, outermost=of_models)
         return large
 
-    def _make_key(self, index: int) -> object:
-        """Return the owner's role, or the line and operator that made an ownerless tensor."""
+    def _make_key(self, index: int) -> _Key:
+        """Return the role of a part of a model, or the line and operator that made another tensor."""
         trace = self._recorder.trace
         owner, storage = trace.owners.get(index), trace.storages[index]
-        return (storage.source, storage.op) if owner is None else owner.role
+        return owner.role if owner is not None and owner.role in ROLES_OF_MODELS else (storage.source, storage.op)

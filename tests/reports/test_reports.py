@@ -55,7 +55,6 @@ KNOWN = {
     "torchmetrics_3294": "suggests to keep less, not to reset the metric",
     "torchtune_1917": "names a layer, not the sum of the losses, and not an earlier backward",
     "transformers_26571": "fragmentation that changes nothing",
-    "transformers_47731": "a tensor that was given to a model counts as an input, which is never idle",
     "transformers_48131": "the largest tensor, which is live where a smaller one is refused, is not named",
     "transformers_7232": "what the evaluation keeps is the fourth finding, and without the program's line",
     "trl_2799": "suggests a chunked loss, not a gather before the logsumexp",

@@ -303,6 +303,42 @@ def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
     assert "400.00 MiB stay on the GPU unused: 2 models built one after another, 200.00 MiB each" in finding.title
 
 
+def given_cache(*, held: bool = True, forwards: int = 1, num_before: int = 1) -> UsesBuilder:
+    """A generation has given tensors of 100 MiB to the model, one after another; then it is trained."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    given = [b.alloc(100 * MIB, owner=(Role.INPUT, "")) for _ in range(num_before)]
+    for cache in given:
+        b.phase(PhaseKind.FORWARD)
+        b.use(cache)
+    for step in range(1, 1 + forwards):
+        b.phase(PhaseKind.FORWARD, step)
+        activation = b.alloc(300 * MIB)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.use(activation)
+        b.free(activation)
+    if held:
+        b.trace.idle_holders.append(OUT._replace(name="Decoder._cache", storages=(given[0],)))
+    return b
+
+
+def test_what_was_given_to_a_model_and_is_kept_over_a_later_forward() -> None:
+    (finding,) = given_cache().find()
+    assert finding.num_bytes == 100 * MIB and "attribute `Decoder._cache`" in finding.title
+
+
+@pytest.mark.parametrize(
+    "other", [{"held": False}, {"num_before": 2}, {"forwards": 0}], ids=["no holder", "one of a list", "last forward"]
+)
+def test_silent_on_batches(other: dict[str, int]) -> None:
+    """Of a later forward, only one that has ended counts: here memory runs out in it."""
+    b = given_cache(**other)
+    if other == {"forwards": 0}:
+        b.phase(PhaseKind.FORWARD, 2)
+        b.alloc(300 * MIB)
+        b.trace.ended_out_of_memory = True
+    assert not b.find(350 * MIB)
+
+
 def replaced_model(computes: int = 3, new_mib: int = 64) -> tuple[UsesBuilder, int]:
     """A model of 100 MiB with its state computes in some phases; memory runs out while a second one is built."""
     b = UsesBuilder(PhaseKind.MODEL)

@@ -90,6 +90,21 @@ def test_what_a_step_keeps_is_named_by_the_variable(num_steps: int) -> None:
     assert linecache.getline(file, int(line)).strip().startswith("out = model(")
 
 
+def test_what_was_given_to_a_model_is_named_by_the_attribute() -> None:
+    class Decoder(torch.nn.Linear):
+        def generate(self) -> None:
+            self.cache = torch.zeros(1 << 16, 64, device="cuda")
+            self(self.cache)
+
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = Decoder(64, 64).cuda()
+        model.generate()
+        for _ in range(2):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+    (holder,) = gpu.trace.idle_holders
+    assert (holder.name, len(holder.storages)) == ("Decoder.cache", 1)
+
+
 def test_a_healthy_loop_is_not_searched() -> None:
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         out = model(torch.randn(1024, 64, device="cuda"))
