@@ -219,6 +219,13 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 # -- holders --------------------------------------------------------------------------------------------------------
 
 
+@cache_per_context
+def find_growing_storages(context: Context) -> frozenset[int]:
+    """Return the storages that accumulate over training steps, without those of models that are built later."""
+    leaks = (leak for group in find_step_leaks(context).values() for leak in group)
+    return frozenset(index for leak in leaks if not is_of_model(context.ledger.trace, leak) for index in leak.storages)
+
+
 def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
     """Return whether `leak` is of parts of models that were built later: parameters, buffers, optimizer state."""
     return any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in leak.storages)

@@ -17,7 +17,6 @@ REPORTS = list_reports()
 
 KNOWN = {
     "captum_538": "names the layer in which memory runs out, not the call with 200 inputs",
-    "diffusers_10350": "the graph that the calls keep is told six times more, as idle memory",
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
     "fms_fsdp_152": "the variable is the second finding, after `does-not-fit` with its fixes for logits",
     "functorch_1058": "names the function, not the call of jacrev, and not chunk_size",
@@ -30,7 +29,6 @@ KNOWN = {
     "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
     "opacus_176": "tensors that a hook keeps of inner modules, without gradients, do not count as growth",
     "peft_738": "names a line of torch, and to delete the model, not its adapters",
-    "pinot_23": "the same tensors are told again, as unattributed",
     "pml_203": "suggests micro-batches, where there are too many pairs",
     "pointcontrast_11": "suggests fixes for vocabularies, where there are points",
     "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
@@ -47,10 +45,8 @@ KNOWN = {
     "pytorch_48049": "the model is told as unused, where autocast keeps copies of its weights",
     "pytorch_51978": "growth of a program without optimizer is not told",
     "pytracking_313": "an attribute of an object in a dict, with the graphs of all steps, is not seen as a holder",
-    "ray_7238": "the graph is told as idle memory; calls without backward in training mode are not looked at",
     "sentence_transformers_3214": "trainers in tuples of a list are not seen as holders",
     "tangermeme_84": "names a line of torch, not the attribute of the modules",
-    "torchmetrics_1160": "the graph that the metric keeps is told three times more, as idle memory",
     "torchmetrics_1738": "suggests to keep less, not to reset the metric",
     "torchmetrics_3294": "suggests to keep less, not to reset the metric",
     "torchtune_1917": "names a layer, not the sum of the losses, and not an earlier backward",

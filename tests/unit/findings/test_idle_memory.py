@@ -8,7 +8,7 @@ import pytest
 
 from memprof.findings import Finding, Severity, find_all
 from memprof.findings.idle_memory import find
-from memprof.trace.events import NONE, Event, EventKind, Holder, PhaseKind, Role
+from memprof.trace.events import NONE, Event, EventKind, Forward, Holder, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -392,6 +392,41 @@ def test_a_checkpoint_that_was_seen_at_the_error_is_no_more_than_what_was_seen()
     (finding,) = b.find(400 * MIB)
     assert finding.num_bytes == 100 * MIB
     assert finding.evidence[0].text == 'fix: load it with map_location="cpu", or `del loaded` after the last use'
+
+
+def graphs_kept(*, training: bool, uses_backward: bool = False) -> UsesBuilder:
+    """Two calls of a net with gradients, each of which keeps 100 MiB; memory has its peak later."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    for step in range(1, 3):
+        b.phase(PhaseKind.FORWARD, step)
+        begin = len(b.trace.events)
+        b.enter("", "Net")
+        saved = b.alloc(100 * MIB)
+        b.use(saved)
+        b.leave()
+        source = b.trace.storages[saved].source
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, source, training, 5, ()))
+        if uses_backward:
+            b.phase(PhaseKind.BACKWARD, step)
+            b.use(saved)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 3)
+    return b
+
+
+def test_graphs_that_no_backward_uses_are_told_by_the_call() -> None:
+    (finding,) = graphs_kept(training=True).find()
+    assert "unused: the graph of 2 calls of Net at train.py:1, which no backward has used" in finding.title
+    assert "torch.no_grad()" in finding.evidence[0].text and finding.evidence[0].source == "train.py:1 main"
+    (other,) = graphs_kept(training=True, uses_backward=True).find()
+    assert "the result of aten.empty at train.py:1" in other.title
+
+
+def test_what_an_evaluation_keeps_for_a_backward_is_told_once() -> None:
+    b = graphs_kept(training=False)
+    assert not b.find()
+    assert [finding.id for finding in find_all(b.context())] == ["evaluation-with-gradients"]
 
 
 def test_what_piles_up_is_told_once_as_growth() -> None:
