@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -39,7 +40,7 @@ def find_idle_storages(context: Context) -> list[int]:
         last_event = out_of_memory.event
     held = _find_held_storages(context, last_event)
     result = list(find_replaced_models(context))
-    for index, used in enumerate(trace.last_uses):
+    for index, used in enumerate(_find_last_uses(context)):
         storage = trace.storages[index]
         if used == NONE or storage.device != trace.device or storage.hidden or index in find_replaced_models(context):
             continue
@@ -54,6 +55,22 @@ def find_idle_storages(context: Context) -> list[int]:
         if not is_of_autograd or index in trace.owners or index in held:
             result.append(index)
     return result
+
+
+def _find_last_uses(context: Context) -> list[int]:
+    """Return the last use of each storage, for a parameter that of the copy in half precision that it was last used
+    for: autocast keeps such copies, and computes with them."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    casts: dict[tuple[int, int], int] = {}  # (event after the allocation, number of elements) -> storage
+    for index, storage in enumerate(trace.storages):
+        if index not in trace.owners and trace.op(storage) == "aten._to_copy":
+            casts[births[index] + 1, math.prod(storage.shape)] = index
+    last_uses = list(trace.last_uses)
+    for index, owner in trace.owners.items():
+        cast = casts.get((last_uses[index], math.prod(trace.storages[index].shape)))
+        if owner.role is Role.PARAMETER and cast is not None:
+            last_uses[index] = max(last_uses[index], last_uses[cast])
+    return last_uses
 
 
 def _is_idle_input(context: Context, index: int) -> bool:

@@ -265,6 +265,23 @@ def test_a_model_that_is_used_no_more_is_told_even_if_the_peak_is_elsewhere() ->
     assert "at another moment" in finding.evidence[1].text
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_model_is_in_use_while_copies_of_its_weights_are(is_used: bool) -> None:
+    """Autocast keeps them, where there are no gradients, over all calls in its block."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100 * MIB)
+    b.phase(PhaseKind.FORWARD)
+    cast = b.new(100 * MIB, dtype="float16", op="aten._to_copy")
+    b.use(weight)
+    for _ in range(3):
+        b.phase(PhaseKind.FORWARD)
+        b.free(b.alloc(300 * MIB))
+        if is_used:
+            b.use(cast)
+    exits(b)
+    assert bool(b.find()) is not is_used
+
+
 def test_a_single_call_after_the_training_is_a_sample_that_is_drawn() -> None:
     assert not two_models(calls=1).find()
 
