@@ -17,7 +17,7 @@ REPORTS = list_reports()
 
 KNOWN = {
     "captum_538": "names the layer in which memory runs out, not the call with 200 inputs",
-    "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
+    "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; the copies are told again, as unattributed",
     "fms_fsdp_152": "the variable is the second finding, after `does-not-fit` with its fixes for logits",
     "functorch_1058": "names the function, not the call of jacrev, and not chunk_size",
     "functorch_774": "names a layer, not the call of vmap, and not chunk_size",
@@ -50,7 +50,6 @@ KNOWN = {
     "torchmetrics_1738": "suggests to keep less, not to reset the metric",
     "torchmetrics_3294": "suggests to keep less, not to reset the metric",
     "torchtune_1917": "names a layer, not the sum of the losses, and not an earlier backward",
-    "transformers_26571": "fragmentation that changes nothing",
     "transformers_48131": "the largest tensor, which is live where a smaller one is refused, is not named",
     "transformers_7232": "what the evaluation keeps is the fourth finding, and without the program's line",
     "trl_2799": "suggests a chunked loss, not a gather before the logsumexp",
