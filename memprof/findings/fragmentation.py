@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from memprof.allocator import GpuReplay, MemoryNeeds
 from memprof.findings.does_not_fit import stage_text
+from memprof.findings.effect import format_reserved
 from memprof.findings.evidence import (
     file_and_line,
     format_shape,
@@ -164,7 +165,7 @@ def _describe_storage(trace: Trace, index: int) -> str:
 def _make_expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
     """Return evidence that compares the replay `run` with `other`, the replay with expandable segments."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
-    text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    text = f"with {EXPANDABLE_SEGMENTS} the run {format_reserved(other, before)}"
     if run.gpu is not None:
         fit_texts = {False: "does not fit", True: "fits"}
         was, now = fit_texts[run.fits], fit_texts[other.fits]

@@ -26,7 +26,7 @@ KNOWN = {
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
     "mmdetection_8232": "suggests fixes for training, where tensors can be made in parts",
     "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
-    "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
+    "nemo_rl_1147": "gradients are the second finding, after fragmentation, and without the line of zero_grad()",
     "opacus_176": "tensors that a hook keeps of inner modules, without gradients, do not count as growth",
     "peft_738": "names a line of torch, and to delete the model, not its adapters",
     "pml_203": "suggests micro-batches, where there are too many pairs",

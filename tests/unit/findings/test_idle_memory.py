@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,15 @@ def test_says_whether_the_run_fits_without_it() -> None:
     assert decides.title.endswith("; without it the run fits") and decides.is_decisive
     (too_large,) = logits_bound().find(298 * MIB)
     assert "fits" not in too_large.title and not too_large.is_decisive
+
+
+def test_says_why_a_run_fits_that_reserves_more_than_there_is() -> None:
+    """Without the logits a segment of 100 MiB is empty, and stays until the second step needs 300."""
+    (finding,) = logits_bound().find(310 * MIB)
+    effect = "reserves 400.00 MiB instead of 420.00 MiB, of which cached segments are released when the GPU is full"
+    assert finding.is_decisive and finding.evidence[1].text.endswith(effect)
+    (roomy,) = logits_bound().find(410 * MIB)
+    assert roomy.evidence[1].text.endswith("reserves 400.00 MiB instead of 420.00 MiB")
 
 
 def test_the_finding_without_which_the_run_fits_comes_first() -> None:
@@ -346,7 +356,7 @@ def test_what_was_given_to_a_model_and_is_kept_over_a_later_forward() -> None:
 @pytest.mark.parametrize(
     "other", [{"held": False}, {"num_before": 2}, {"forwards": 0}], ids=["no holder", "one of a list", "last forward"]
 )
-def test_silent_on_batches(other: dict[str, int]) -> None:
+def test_silent_on_batches(other: dict[str, Any]) -> None:
     """Of a later forward, only one that has ended counts: here memory runs out in it."""
     b = given_cache(**other)
     if other == {"forwards": 0}:
