@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from memprof.findings.finding import Context, cache_per_context
-from memprof.trace.events import NONE, ROLES_OF_MODELS, Phase, PhaseKind, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, NONE, ROLES_OF_MODELS, Phase, PhaseKind, Role, Trace
 from memprof.units import MIB
 
 MIN_BYTES = 64 * MIB  # a finding, or a model: less is a layer or an adapter
@@ -99,9 +99,10 @@ def _find_held_storages(context: Context, last_event: int) -> set[int]:
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     phases = trace.list_phase_begins()
-    held = {index for holder in trace.idle_holders for index in holder.storages}
+    holders = [holder for holder in trace.idle_holders if holder.kind != AUTOCAST_KIND]  # copies that backwards use
+    held = {index for holder in holders for index in holder.storages}
     if last_event < len(trace.events):
-        for holder in (one for one in trace.idle_holders if one.event <= last_event):
+        for holder in (one for one in holders if one.event <= last_event):
             for key, count in Counter(make_key(trace, index) for index in holder.storages).items():
                 alike = [index for index in range(len(trace.storages)) if make_key(trace, index) == key]
                 newest = lifetimes.find_live(last_event, alike).storages[-count:]

@@ -42,7 +42,6 @@ KNOWN = {
     "pytorch_4661": "the cycle through .grad is not seen as a holder",
     "pytorch_46386": "to delete the model is told, which the program does: a reference cycle keeps it",
     "pytorch_47589": "steps of new optimizers, while the old ones live, count as one, so that nothing grows",
-    "pytorch_48049": "copies of weights that autocast keeps are not told",
     "pytorch_51978": "growth of a program without optimizer is not told",
     "pytracking_313": "an attribute of an object in a dict, with the graphs of all steps, is not seen as a holder",
     "sentence_transformers_3214": "trainers in tuples of a list are not seen as holders",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.trace.events import NONE
+from memprof.trace.events import AUTOCAST_KIND, NONE
 from memprof.virtual import VirtualGpu
 from memprof.watch import holders, idle
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
@@ -220,3 +221,21 @@ def test_when_memory_runs_out_what_the_steps_forward_made_is_not_idle(
     with pytest.raises(torch.OutOfMemoryError), small_gpu() as gpu:
         collect(is_pending)
     assert ("outs" in {holder.name for holder in gpu.trace.idle_holders}) is not is_pending
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_the_autocast_block_that_keeps_copies_of_weights_over_several_calls_is_recorded(is_outside: bool) -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = nn.Linear(64, 64).cuda()
+        data = torch.ones(4, 64, device="cuda")
+        with torch.no_grad(), torch.autocast("cuda") if is_outside else contextlib.nullcontext():
+            for _ in range(3):
+                with torch.autocast("cuda", torch.float16):
+                    model(data)
+    holders = [holder for holder in gpu.trace.idle_holders if holder.kind == AUTOCAST_KIND]
+    assert len(holders) == is_outside
+    for holder in holders:
+        file, _, line = (holder.source or "").partition(" ")[0].rpartition(":")
+        assert (
+            linecache.getline(file, int(line)).strip().startswith("with torch.no_grad()") and len(holder.storages) == 2
+        )
