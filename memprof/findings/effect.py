@@ -30,6 +30,13 @@ def effect_evidence(context: Context, needs: MemoryNeeds) -> Evidence:
     before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
     text = (
         f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
-        f"{format_bytes(ledger.peak_bytes)}, and reserves {format_bytes(after)} instead of {format_bytes(before)}"
+        f"{format_bytes(ledger.peak_bytes)}, and {format_reserved(needs, before)}"
     )
     return Evidence(text, num_bytes=before - after)
+
+
+def format_reserved(needs: MemoryNeeds, before_bytes: int) -> str:
+    """Return text that compares what is reserved with `needs` and with `before_bytes`; where that is more than the GPU
+    has, though the run fits, the text says why."""
+    text = f"reserves {format_bytes(needs.required_reserved_bytes)} instead of {format_bytes(before_bytes)}"
+    return f"{text}, of which cached segments are released when the GPU is full" if needs.releases_cache else text

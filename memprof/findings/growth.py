@@ -23,7 +23,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import ROLES_OF_MODELS, ROLES_PER_STEP, CycleKind, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, ROLES_OF_MODELS, ROLES_PER_STEP, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -219,6 +219,13 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 # -- holders --------------------------------------------------------------------------------------------------------
 
 
+@cache_per_context
+def find_growing_storages(context: Context) -> frozenset[int]:
+    """Return the storages that accumulate over training steps, without those of models that are built later."""
+    leaks = (leak for group in find_step_leaks(context).values() for leak in group)
+    return frozenset(index for leak in leaks if not is_of_model(context.ledger.trace, leak) for index in leak.storages)
+
+
 def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
     """Return whether `leak` is of parts of models that were built later: parameters, buffers, optimizer state."""
     return any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in leak.storages)
@@ -227,7 +234,8 @@ def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
 def find_idle_holder(trace: Trace, storages: Iterable[int]) -> Holder | None:
     """Return the holder that was seen to keep most of `storages` unused; None if none had any."""
     wanted = set(storages)
-    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in trace.idle_holders]
+    holders = [holder for holder in trace.idle_holders if holder.kind != AUTOCAST_KIND]
+    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in holders]
     count, holder = max(counts, key=lambda pair: pair[0], default=(0, None))
     return holder if count else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import plural
 from memprof.findings.exhaustion import Growth, predict_growth
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
     LeakGroup,
@@ -44,18 +44,26 @@ def find(context: Context) -> list[Finding]:
     growth = predict_growth(context)
     return [
         _make_finding(context, holder, leaks, len(steps), growth)
-        for holder, leaks in _find_leaks(context).items()
-        if _is_reported(holder, leaks, growth)
+        for holder, leaks in _find_reported_leaks(context).items()
     ]
 
 
-def _find_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
-    """Return holder -> leaks, without those of whole models, which `models-pile-up` reports."""
+def find_covered_storages(context: Context) -> frozenset[int]:
+    """Return the storages that the findings of this rule are about."""
+    groups = _find_reported_leaks(context).values()
+    return frozenset(index for leaks in groups for leak in leaks for index in leak.storages)
+
+
+@cache_per_context
+def _find_reported_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
+    """Return holder -> leaks, without those of whole models, which `idle-memory` reports, and what is no finding."""
     trace = context.ledger.trace
+    growth = predict_growth(context)
     result = {}
     for holder, leaks in find_step_leaks(context).items():
         others = [leak for leak in leaks if not is_of_model(trace, leak)]
-        if others or not leaks:  # none: a running sum, whose graph grows on the host
+        # None at all: a running sum, whose graph grows on the host.
+        if (others or not leaks) and _is_reported(holder, others, growth):
             result[holder] = others
     return result
 

@@ -283,6 +283,7 @@ class CycleKind(enum.StrEnum):
 
 
 HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
+AUTOCAST_KIND = "autocast"  # that of an autocast block, which keeps copies of weights; `source` is its line
 
 
 class GraphBreak(NamedTuple):

@@ -489,6 +489,16 @@ class TestUnattributed:
     def test_silent_when_all_is_known(self) -> None:
         assert not of(training(64, 100).context(), "unattributed")
 
+    def test_silent_on_what_grows(self) -> None:
+        b = TraceBuilder()
+        for step in range(1, 6):
+            b.phase(PhaseKind.FORWARD, step)
+            b.phase(PhaseKind.OPTIMIZER_STEP, step)
+            b.phase(PhaseKind.OTHER, step)
+            b.new(1024, 1024, op="aten.clone", line="script.py:3 <module>")
+        ids = [finding.id for finding in find_all(b.context())]
+        assert "memory-growth" in ids and "unattributed" not in ids
+
 
 def test_errors_come_first_then_the_most_expensive() -> None:
     b = training(8192, 50000)
