@@ -266,7 +266,12 @@ def format_holders(*holders: Holder | None) -> str:
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
-    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known."""
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known.
+
+    A holder with a method `reset`, such as a metric, is to be emptied by it before anything else is changed.
+    """
+    if holder is not None and holder.has_reset:
+        fix = f"call reset() at the end of each epoch, or {fix}"
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)

@@ -213,6 +213,7 @@ class HolderSearch:
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
+            has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
         )
 
 

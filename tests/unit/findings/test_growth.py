@@ -78,6 +78,11 @@ def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> No
     assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
 
 
+def test_what_has_a_reset_is_to_be_reset() -> None:
+    (finding,) = found(kept(4, LOSSES._replace(has_reset=True)))
+    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: call reset() at the end of each epoch, or keep")
+
+
 def test_nobody_was_seen_to_keep_it() -> None:
     (finding,) = found(kept(4))
     assert "kept by" not in finding.title and "was not seen" in finding.evidence[0].text

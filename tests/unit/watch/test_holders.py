@@ -161,6 +161,22 @@ def test_names_and_lines(program: Callable[[], None], kind: str, name: str, fill
     assert holder.source is not None and holder.source.startswith(line_of(filled_in))
 
 
+class Metric(Meter):
+    def reset(self) -> None:
+        self.values.clear()
+
+
+@pytest.mark.parametrize(("kind", "has_reset"), [(Metric, True), (Meter, False)])
+def test_whether_it_can_be_reset(kind: type[Meter], has_reset: bool) -> None:
+    def program() -> None:
+        model, optimizer = parts()
+        meter = kind()
+        for _ in range(4):
+            meter.add(step(model, optimizer))
+
+    assert only(run(program)).has_reset is has_reset
+
+
 def test_a_sum_in_an_object() -> None:
     holder = only(run(in_a_sum_of_an_object))
     assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 2)
