@@ -29,7 +29,6 @@ KNOWN = {
     "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
     "nanogpt_236": "a checkpoint is not told as idle where memory runs out in a forward",
     "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
-    "opacus_176": "tensors that a hook keeps of inner modules, without gradients, do not count as growth",
     "parlai_2487": "a first model is not told as idle where memory runs out while the second is made",
     "peft_738": "names a variable of a function of peft, and to delete the model, not its adapters",
     "pinot_23": "the same tensors are told again, as unattributed",
