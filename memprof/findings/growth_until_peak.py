@@ -9,7 +9,7 @@ tensors grow. What keeps growing to the end of a run is `growth.find_step_leaks`
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +28,7 @@ from memprof.findings.growth import (
     make_key,
 )
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import Holder, PhaseKind, Role
+from memprof.trace.events import Holder, PhaseKind, Role, Trace
 
 MIN_SHARE = 0.05  # of the peak: what accumulates less does not decide it
 
@@ -58,8 +58,11 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
     # Counterparts that are freed before the peak tell whether tensors replace each other, or accumulate.
     members: dict[Key, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):
-        is_owned = index in trace.owners and trace.owners[index].role is not Role.INPUT
-        if not is_owned and not storage.hidden and storage.device == trace.device:
+        if (
+            (index not in trace.owners or _is_input(trace, index))
+            and not storage.hidden
+            and storage.device == trace.device
+        ):
             members[make_key(trace, index)].append(index)
     for key in reported:
         members.pop(key, None)
@@ -71,7 +74,10 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
         leaks = [leak for leak, _ in found]
         if leaks and sum(leak.num_bytes for leak in leaks) >= MIN_SHARE * ledger.peak_bytes:
             holders = by_holder(trace, leaks)
-            if unit == CALL:  # one backward would free all
+            if unit == CALL:
+                if not any(_is_input(trace, index) for leak in leaks for index in leak.storages):
+                    continue  # calls without inputs of their own compute with the results of others
+                # One backward frees all.
                 holders = {next((holder for holder in holders if holder is not None), None): leaks}
             return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
     return None
@@ -90,7 +96,13 @@ def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
     yield BACKWARD_PASS, sorted(ends.values())
     # Only where memory runs out: several calls may need one backward, as in a loop over the parts of a sequence.
     if not context.ledger.run.fits:
-        yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.training]
+        modules = [forward.module for forward in trace.forwards if forward.nodes and forward.training]
+        for module, _ in Counter(modules).most_common(1):
+            yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.module == module]
+
+
+def _is_input(trace: Trace, index: int) -> bool:
+    return index in trace.owners and trace.owners[index].role is Role.INPUT
 
 
 def _find_stretch(context: Context, key: Key, members: list[int], ends: list[int]) -> tuple[LeakGroup, int] | None:

@@ -41,7 +41,10 @@ class GrowthWatch:
         self._loop_first_storage = NONE  # index of the first storage of the first step
         self._last_begun_step = 0  # the last step that began; `_last_ended_step`: the last step that ended
         self._last_ended_step = 0
+        self._last_begun_pass = (0, 0)  # step and micro-batch
+        self._running_backward = 0  # the micro-batch whose backward pass is running; 0: none
         self._step_samples = _GrowthSamples()
+        self._pass_samples = _GrowthSamples()  # of the micro-batches of a step, from the second on
         self._call_samples: dict[int, _GrowthSamples] = {}  # by module; of calls without a backward in between
         self._calls_first_storage = 0
         self._output_storages: set[int] = set()
@@ -53,7 +56,10 @@ class GrowthWatch:
     def record_phase_begin(self, kind: PhaseKind, *, in_step: bool) -> None:
         """Record that a phase of `kind` begins; `in_step`: whether it is in the closure of an optimizer's step."""
         was_in_step, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
+        if self._running_backward and kind is not PhaseKind.BACKWARD:
+            self._record_backward_end()
         if kind is PhaseKind.BACKWARD:
+            self._running_backward = self._recorder.writer.phase.micro_batch
             self._record_step_begin()
             self._call_samples.clear()
             self._output_storages.clear()
@@ -114,6 +120,23 @@ class GrowthWatch:
         if step > self._last_begun_step:
             self._last_begun_step = step
             self.search.record_step_begin()
+        this_pass = step, self._recorder.writer.phase.micro_batch
+        if this_pass > self._last_begun_pass:
+            self._last_begun_pass = this_pass
+            self.search.record_pass_begin()
+
+    def _record_backward_end(self) -> None:
+        """Record the end of a micro-batch's backward pass: of the second and later ones of a step a sample is taken."""
+        micro_batch, self._running_backward = self._running_backward, 0
+        if micro_batch == 1:
+            self._pass_samples = _GrowthSamples()
+        elif self._loop_first_storage != NONE and self._pass_samples.is_due():
+            grown_keys = self._pass_samples.find_grown_keys(
+                self._sum_live_bytes(self._loop_first_storage), MIN_CALL_GROWTH_BYTES
+            )
+            if grown_keys - self._searched_keys:
+                self._recorder.trace.holders += self.search.find_running_sums(of_passes=True)
+            self._search_holders(grown_keys, self._loop_first_storage)
 
     def _record_step_end(self) -> None:
         # A step may have several optimizers: take one sample per step.

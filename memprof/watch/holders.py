@@ -85,11 +85,17 @@ class HolderSearch:
         # the step's optimizers. Nodes created between two steps belong to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
+        self._pass_begins: list[int] = []  # autograd's sequence number at the start of each micro-batch of this step
 
     def record_step_begin(self) -> None:
         """Record that a training step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_MIN_ACCUMULATE_GRAD_NUMBER)
+        self._pass_begins.clear()
+
+    def record_pass_begin(self) -> None:
+        """Record that the forward of a micro-batch begins; of the first, after `record_step_begin`."""
+        self._pass_begins.append(autograd.get_sequence_nr())
 
     def record_step_end(self) -> None:
         """Record that an optimizer's step ends; the last such call of a training step counts as the step's end."""
@@ -150,18 +156,23 @@ class HolderSearch:
         nearest = min(holders, key=lambda holder: holder.depth, default=None)
         return None if nearest is None else self._make_holder(nearest, set(), [], variables)
 
-    def find_running_sums(self) -> list[Holder]:
-        """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
+    def find_running_sums(self, *, of_passes: bool = False) -> list[Holder]:
+        """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`); with
+        `of_passes` several micro-batches of this step (`out, hidden = model(x, hidden)`)."""
+        begins = self._pass_begins if of_passes else self._step_begins
         with torch.DisableTorchFunction():
             variables = _ProgramVariables(self._recorder)
             sums: dict[Any, tuple[_NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
-                if value.grad_fn is None or value.grad_fn in sums:
+                if value.grad_fn is None:
+                    continue
+                if value.grad_fn in sums:
+                    sums[value.grad_fn][0].names.append(name)
                     continue
                 nodes = _collect_nodes([value], _MAX_SUM_NODES)
-                steps = self._find_steps(nodes)
+                rounds = self._find_passes(nodes) if of_passes else self._find_steps(nodes)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
-                if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
+                if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
                     sums[value.grad_fn] = _NamedHolder(value, 0, set(), [name]), nodes
             # Values computed from a sum span as many steps, but are not what keeps the graph alive.
             independent = [holder for holder, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
@@ -190,6 +201,12 @@ class HolderSearch:
             if step and number < min(self._step_ends[step - 1], _MIN_ACCUMULATE_GRAD_NUMBER):
                 steps.add(step)
         return steps
+
+    def _find_passes(self, nodes: list[Any]) -> set[int]:
+        """Return the micro-batches of this step (from 1) in which the autograd `nodes` were created."""
+        numbers = (node._sequence_nr() for node in nodes)
+        passes = {bisect.bisect_right(self._pass_begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER}
+        return passes - {0}
 
     def _make_holder(
         self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _ProgramVariables

@@ -191,8 +191,8 @@ def test_what_grows_over_the_micro_batches_of_a_step() -> None:
     assert ".detach()" in finding.evidence[-1].text
 
 
-def calls_before_one_backward(number: int) -> TraceBuilder:
-    """A run that calls its model `number` times, each for a MiB, before a backward that it never reaches."""
+def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:
+    """A run that calls its model `number` times, each for a MiB of `owner`, before a backward that it never reaches."""
     b = TraceBuilder()
     b.parameter("weight", 100)
     b.trace.sources.append("train.py:5 main")
@@ -200,7 +200,7 @@ def calls_before_one_backward(number: int) -> TraceBuilder:
     for _ in range(number):
         b.phase(PhaseKind.FORWARD)
         begin = len(b.trace.events)
-        b.new(MILLION)
+        b.new(MILLION, owner=owner)
         b.trace.forwards.append(Forward(begin, len(b.trace.events), NONE, source, True, 5, ()))
         b.phase(PhaseKind.OTHER)
     b.trace.last_uses = list(range(len(b.trace.storages)))
@@ -218,6 +218,9 @@ class TestSilentOn:
     @pytest.mark.parametrize("each", [2, 3])
     def test_what_is_cleared_soon(self, each: int) -> None:
         assert not found(cleared(each, then=2))
+
+    def test_calls_that_go_on_with_the_result_of_the_last(self) -> None:
+        assert not find(calls_before_one_backward(80, owner=None).context(64 * MIB))
 
     def test_two_models_that_take_turns(self) -> None:
         assert not found(micro_batches(2, 1))

@@ -227,6 +227,18 @@ def hidden_state() -> None:
         learn(head(hidden).mean(), optimizer, retain=True)
 
 
+def hidden_state_of_micro_batches() -> None:
+    model = nn.LSTM(WIDTH, WIDTH).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        hidden = None
+        for x in batches():
+            out, hidden = model(x[None], hidden)  # kept
+            out.square().mean().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @torch.no_grad()
 def inside_of_modules() -> None:
     model, _ = parts()
@@ -368,6 +380,7 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (replay_buffer, GROWTH, "list `Buffer.items`", Buffer.push),
         (frames_of_exceptions, GROWTH, "list `errors`", frames_of_exceptions),
         (hidden_state, GROWTH, "variable `hidden`", hidden_state),
+        (hidden_state_of_micro_batches, GROWTH, "variable `hidden[0]`", hidden_state_of_micro_batches),
         (inside_of_modules, KEPT, "list `seen`", inside_of_modules),
         (metric, GROWTH, "list `Mean.values`", Mean.update),
         (logger, GROWTH, "defaultdict `Logger.history`", Logger.log),
