@@ -19,7 +19,7 @@ from memprof.findings.growth import (
     is_of_model,
     leak_evidence,
 )
-from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, GrowthUntilPeak, find_growth_until_peak
+from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import Holder, Trace
 from memprof.units import format_bytes
@@ -117,11 +117,11 @@ def _make_finding_until_peak(
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context.ledger.trace))
-    elif growth.unit == BACKWARD_PASS:
+    elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
     else:
-        evidence.append(_make_fix_evidence(holder, per_round))
+        evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
         f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
@@ -176,10 +176,12 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
     return sum(leak.bytes_each for leak in leaks if leak.key not in holder_keys) if holder.nodes else 0
 
 
-def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
-    """Return evidence with the fix. `kept_bytes`: what a step adds even if the autograd graph is dropped (`detach`)."""
+def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
+    """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
     if kept_bytes >= MIN_STEP_BYTES:
-        fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
+        fix = (
+            f"keep what is needed of each {unit} in host memory (.detach().cpu()) or as a number (.item()), or drop it"
+        )
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

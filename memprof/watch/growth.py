@@ -44,7 +44,7 @@ class GrowthWatch:
         self._last_begun_pass = (0, 0)  # step and micro-batch
         self._running_backward = 0  # the micro-batch whose backward pass is running; 0: none
         self._step_samples = _GrowthSamples()
-        self._pass_samples = _GrowthSamples()  # of the micro-batches of a step, from the second on
+        self._pass_samples = _GrowthSamples()  # of the micro-batches since an optimizer's step
         self._call_samples: dict[int, _GrowthSamples] = {}  # by module; of calls without a backward in between
         self._calls_first_storage = 0
         self._output_storages: set[int] = set()
@@ -60,6 +60,8 @@ class GrowthWatch:
             self._record_backward_end()
         if kind is PhaseKind.BACKWARD:
             self._running_backward = self._recorder.writer.phase.micro_batch
+            if self._loop_first_storage == NONE:  # a program without modules
+                self._loop_first_storage = len(self._recorder.trace.storages)
             self._record_step_begin()
             self._call_samples.clear()
             self._output_storages.clear()
@@ -126,11 +128,12 @@ class GrowthWatch:
             self.search.record_pass_begin()
 
     def _record_backward_end(self) -> None:
-        """Record the end of a micro-batch's backward pass: of the second and later ones of a step a sample is taken."""
+        """Record the end of a micro-batch's backward pass. None is looked at that may be the only one of its step, at
+        whose end a sample is taken, unless no optimizer has stepped yet: the program may have none."""
         micro_batch, self._running_backward = self._running_backward, 0
-        if micro_batch == 1:
-            self._pass_samples = _GrowthSamples()
-        elif self._loop_first_storage != NONE and self._pass_samples.is_due():
+        if self._loop_first_storage == NONE or (micro_batch == 1 and self._last_ended_step):
+            return
+        if self._pass_samples.is_due():
             grown_keys = self._pass_samples.find_grown_keys(
                 self._sum_live_bytes(self._loop_first_storage), MIN_CALL_GROWTH_BYTES
             )
@@ -139,6 +142,7 @@ class GrowthWatch:
             self._search_holders(grown_keys, self._loop_first_storage)
 
     def _record_step_end(self) -> None:
+        self._pass_samples = _GrowthSamples()
         # A step may have several optimizers: take one sample per step.
         self.search.record_step_end()
         step = self._recorder.writer.phase.step

@@ -85,20 +85,20 @@ class HolderSearch:
         # the step's optimizers. Nodes created between two steps belong to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
-        self._pass_begins: list[int] = []  # autograd's sequence number at the start of each micro-batch of this step
+        self._pass_begins: list[int] = []  # the same at the start of each micro-batch since an optimizer's step
 
     def record_step_begin(self) -> None:
         """Record that a training step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_MIN_ACCUMULATE_GRAD_NUMBER)
-        self._pass_begins.clear()
 
     def record_pass_begin(self) -> None:
-        """Record that the forward of a micro-batch begins; of the first, after `record_step_begin`."""
+        """Record that the forward of a micro-batch begins."""
         self._pass_begins.append(autograd.get_sequence_nr())
 
     def record_step_end(self) -> None:
         """Record that an optimizer's step ends; the last such call of a training step counts as the step's end."""
+        self._pass_begins.clear()
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
@@ -158,7 +158,7 @@ class HolderSearch:
 
     def find_running_sums(self, *, of_passes: bool = False) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`); with
-        `of_passes` several micro-batches of this step (`out, hidden = model(x, hidden)`)."""
+        `of_passes` several micro-batches since the last step (`out, hidden = model(x, hidden)`)."""
         begins = self._pass_begins if of_passes else self._step_begins
         with torch.DisableTorchFunction():
             variables = _ProgramVariables(self._recorder)
@@ -203,7 +203,7 @@ class HolderSearch:
         return steps
 
     def _find_passes(self, nodes: list[Any]) -> set[int]:
-        """Return the micro-batches of this step (from 1) in which the autograd `nodes` were created."""
+        """Return the micro-batches since the last step (from 1) in which the autograd `nodes` were created."""
         numbers = (node._sequence_nr() for node in nodes)
         passes = {bisect.bisect_right(self._pass_begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER}
         return passes - {0}

@@ -227,6 +227,15 @@ def hidden_state() -> None:
         learn(head(hidden).mean(), optimizer, retain=True)
 
 
+def without_an_optimizer() -> None:
+    model, _ = parts()
+    scores = []
+    for x in batches():
+        loss = model(x).square()
+        loss.mean().backward()
+        scores.append(loss.detach())  # kept
+
+
 def hidden_state_of_micro_batches() -> None:
     model = nn.LSTM(WIDTH, WIDTH).cuda()
     optimizer = torch.optim.SGD(model.parameters())
@@ -380,6 +389,7 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (replay_buffer, GROWTH, "list `Buffer.items`", Buffer.push),
         (frames_of_exceptions, GROWTH, "list `errors`", frames_of_exceptions),
         (hidden_state, GROWTH, "variable `hidden`", hidden_state),
+        (without_an_optimizer, GROWTH, "list `scores`", without_an_optimizer),
         (hidden_state_of_micro_batches, GROWTH, "variable `hidden[0]`", hidden_state_of_micro_batches),
         (inside_of_modules, KEPT, "list `seen`", inside_of_modules),
         (metric, GROWTH, "list `Mean.values`", Mean.update),
