@@ -35,16 +35,14 @@ def find(context: Context) -> list[Finding]:
     """
     steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
-    findings = [
+    findings: list[Finding | None] = [
         _make_finding(context, holder, leaks, len(steps), growth)
         for holder, leaks in _find_leaks(context).items()
         if _is_reported(holder, leaks, growth)
     ]
     until_peak = find_growth_until_peak(context)
     if until_peak is not None:
-        findings += [
-            _make_finding_until_peak(context, until_peak, holder, leaks) for holder, leaks in until_peak.leaks.items()
-        ]
+        findings += [_make_finding_until_peak(context, until_peak, *leaks) for leaks in until_peak.leaks.items()]
     return [finding for finding in findings if finding is not None]
 
 
