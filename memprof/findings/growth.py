@@ -68,14 +68,14 @@ def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -
     leaks = []
     join_ops = {index for index, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
-        curve = _compute_curve(context, members, ends, survivors_only=True)
+        curve = compute_curve(context, members, ends, survivors_only=True)
         is_leak = is_growing(curve, count_idle_iterations(context, members, ends))
         is_recreated = not is_leak
         if is_recreated and key[0] in join_ops:
-            curve = _compute_curve(context, members, ends, survivors_only=False)
-            is_leak = is_growing(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
+            curve = compute_curve(context, members, ends, survivors_only=False)
+            is_leak = is_growing(curve) and curve[-1] <= 2 * compute_median_rise(curve) * len(curve)
         elif is_recreated and is_rising_constantly(context, members, ends):
-            curve = _compute_curve(context, members, ends, survivors_only=False)
+            curve = compute_curve(context, members, ends, survivors_only=False)
             is_leak = is_growing(curve)
         if is_leak:
             live = lifetimes.find_live(ends[-1], members).storages
@@ -162,15 +162,15 @@ def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
     first = next(index for index, (before, after) in enumerate(pairwise(curve)) if after > before)
     rising = curve[first:]
     is_steady = all(after > before for before, after in pairwise(rising))
-    return _compute_median_rise(rising) if is_steady else (rising[-1] - rising[0]) // (len(rising) - 1)
+    return compute_median_rise(rising) if is_steady else (rising[-1] - rising[0]) // (len(rising) - 1)
 
 
-def _compute_median_rise(curve: Sequence[int]) -> int:
+def compute_median_rise(curve: Sequence[int]) -> int:
     """Return the median rise of `curve` over the iterations that add bytes."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
-def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
+def compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
     """Return the live bytes of `members` at each of `ends`, with `survivors_only` of those live at the end before."""
     lifetimes = context.lifetimes
     changes: list[tuple[int, int]] = []
@@ -276,7 +276,12 @@ def format_holders(*holders: Holder | None) -> str:
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
-    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known."""
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known.
+
+    A holder with a method `reset`, such as a metric, is to be emptied by it before anything else is changed.
+    """
+    if holder is not None and holder.has_reset:
+        fix = f"call reset() at the end of each epoch, or {fix}"
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)

@@ -266,6 +266,7 @@ class Holder(NamedTuple):
     nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
+    has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
 
     @property
     def is_handler(self) -> bool:
