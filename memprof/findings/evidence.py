@@ -93,10 +93,15 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages."""
+    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages.
+
+    If `text` names the line that allocated it (`file_and_line`), the program's lines that led there are added:
+    "at model.py:12, called by torch.func.vmap at train.py:31".
+    """
     storage = trace.storages[index]
+    line = re.escape(file_and_line(trace.source_line(storage)))
     return Evidence(
-        text=text,
+        text=re.sub(rf"{line}(?!\d)", lambda match: match[0] + _format_callers(trace, index), text, count=1),
         num_bytes=storage.num_bytes if num_bytes is None else num_bytes,
         shape=storage.shape,
         dtype=storage.dtype,
@@ -104,6 +109,13 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
         op=trace.op(storage),
         source=trace.source_line(storage),
         device=storage.device,
+    )
+
+
+def _format_callers(trace: Trace, index: int) -> str:
+    return "".join(
+        f", called {f'by {caller.by} ' if caller.by else ''}at {file_and_line(trace.sources[caller.source])}"
+        for caller in trace.list_callers(index)
     )
 
 
