@@ -29,7 +29,8 @@ _CALLING_FILES = {
 
 
 class _CodeKind(NamedTuple):
-    code: CodeType  # kept alive, so that its `id` stays its own
+    """What is known of code that matters to the search: of the program or a library, or of torch and calls these."""
+
     is_program: bool
     is_own: bool
     called: str | None  # for a function of torch that calls the program: its name, or ""
@@ -42,7 +43,8 @@ class CallerRecorder:
     def __init__(self, trace: Trace, attribution: Attribution) -> None:
         self._trace = trace
         self._attribution = attribution
-        self._kind_by_id: dict[int, _CodeKind] = {}
+        self._codes: list[CodeType] = []  # kept alive, so that the `id` of each stays its own
+        self._kind_by_id: dict[int, _CodeKind | None] = {}  # None: the code does not matter
         self._is_own_source: dict[int, bool] = {NONE: False}
 
     def record(self, index: int) -> None:
@@ -59,27 +61,30 @@ class CallerRecorder:
         function torch called back."""
         nearest = outermost = None
         is_first, calls_back, by = True, False, ""
+        kinds = self._kind_by_id
         while frame is not None:
-            kind = self._kind_by_id.get(id(frame.f_code)) or self._describe(frame.f_code)
-            if kind.called is not None:
-                calls_back, by = True, kind.called
-            elif kind.is_program:
-                line = self._attribution.find_source_index(frame) if is_first or kind.is_own else NONE
-                if is_first and line == source:  # what torch calls inside this line does not lead to it
-                    calls_back, by = False, ""
-                if kind.is_own:
-                    caller = Caller(NONE, line, by)
-                    nearest = nearest or caller
-                    if calls_back:
-                        outermost = caller
-                    calls_back = False
-                is_first, by = False, ""
-            if kind.is_outermost:
-                break
+            code = frame.f_code
+            kind = kinds[id(code)] if id(code) in kinds else self._add_kind(code)
+            if kind is not None:  # most frames are torch's
+                if kind.called is not None:
+                    calls_back, by = True, kind.called
+                elif kind.is_program:
+                    line = self._attribution.find_source_index(frame) if is_first or kind.is_own else NONE
+                    if is_first and line == source:  # what torch calls inside this line does not lead to it
+                        calls_back, by = False, ""
+                    if kind.is_own:
+                        caller = Caller(NONE, line, by)
+                        nearest = nearest or caller
+                        if calls_back:
+                            outermost = caller
+                        calls_back = False
+                    is_first, by = False, ""
+                if kind.is_outermost:
+                    break
             frame = frame.f_back
         return nearest, outermost
 
-    def _describe(self, code: CodeType) -> _CodeKind:
+    def _add_kind(self, code: CodeType) -> _CodeKind | None:
         file, called = code.co_filename, None
         if file.startswith(TORCH_DIR):
             called = _CALLING_FILES.get(file.removeprefix(TORCH_DIR).lstrip("/"))
@@ -87,8 +92,10 @@ class CallerRecorder:
                 called = f"{called}.{code.co_qualname.partition('.<locals>')[0]}"
         is_own = is_own_file(file)
         is_outermost = (is_own and code.co_name == "<module>") or file.startswith(COMMANDS_DIR)
-        kind = self._kind_by_id[id(code)] = _CodeKind(code, is_program(code), is_own, called, is_outermost)
-        return kind
+        kind = _CodeKind(is_program(code), is_own, called, is_outermost)
+        self._codes.append(code)
+        self._kind_by_id[id(code)] = None if kind == (False, False, None, False) else kind
+        return self._kind_by_id[id(code)]
 
     def _is_own(self, source: int) -> bool:
         is_own = self._is_own_source.get(source)

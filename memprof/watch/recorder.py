@@ -13,7 +13,6 @@ import torch
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE
 from memprof.watch.attribution import Attribution
-from memprof.watch.callers import CallerRecorder
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.owners import OwnerTable
 from memprof.watch.storage_table import StorageTable
@@ -29,7 +28,6 @@ class Recorder:
         self.trace, self.streams, self.active_pool = self.writer.trace, self.writer.streams, self.writer.active_pool
         self.storages = StorageTable(self.writer)
         self.attribution = Attribution(self.trace, modules)
-        self.storages.record_callers = CallerRecorder(self.trace, self.attribution).record
         self.owners = OwnerTable(self.writer, self.storages)
         modules.on_enter_or_exit = self.writer.append_module_call
 

@@ -1,4 +1,4 @@
-"""Lines of a program's own files that lead to an allocation: the innermost is a library's, or torch called its function."""
+"""Lines of a program's own files that lead to an allocation whose line is a library's, or in a function torch calls."""
 
 from __future__ import annotations
 
