@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
+from memprof.findings.evidence import caller_key, file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.stage_amounts import OutOfMemoryMoment
@@ -77,7 +77,8 @@ def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Eviden
     for index in lifetimes.find_live(oom.event, range(len(trace.storages))).storages:
         s = trace.storages[index]
         if index != oom.storage and s.device == trace.device and not s.hidden:
-            kinds[ledger.categories[index], s.shape, s.dtype, s.op, s.source].append(index)
+            key = (ledger.categories[index], s.shape, s.dtype, s.op, s.source, caller_key(trace, index))
+            kinds[key].append(index)
     evidence = []
     for (category, *_), members in sorted(kinds.items(), key=lambda kind: -lifetimes.sum_bytes(kind[1])):
         num_bytes, example = lifetimes.sum_bytes(members), members[0]

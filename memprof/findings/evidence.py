@@ -112,6 +112,11 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
     )
 
 
+def caller_key(trace: Trace, index: int) -> tuple[object, ...]:
+    """Return what is equal for storages with the same callers."""
+    return tuple((caller.source, caller.by) for caller in trace.list_callers(index))
+
+
 def _format_callers(trace: Trace, index: int) -> str:
     return "".join(
         f", called {f'by {caller.by} ' if caller.by else ''}at {file_and_line(trace.sources[caller.source])}"
@@ -130,15 +135,15 @@ def tensors_evidence(
 ) -> tuple[Evidence, ...]:
     """Return one evidence for each group of equal tensors among `storages`, the group with the most live bytes first.
 
-    Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
+    Tensors are equal if label, shape, dtype, operator, module (without layer numbers), source line and its callers are.
     `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
-        key = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
-        kinds[key].append(index)
+        kind = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        kinds[*kind, caller_key(trace, index)].append(index)
     lines = []
     for indices in kinds.values():
         example = indices[0]
