@@ -6,25 +6,28 @@ program: a module's `forward`, a function that `torch.func.vmap` transforms, a p
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch
+import torch.utils.checkpoint
+from torch.func import functional_call, jacrev, vmap
+
 from memprof.trace.events import NONE, Caller, Trace
 from memprof.watch.attribution import Attribution
-from memprof.watch.program_code import COMMANDS_DIR, TORCH_DIR, is_own_file, is_program
+from memprof.watch.program_code import COMMANDS_DIR, is_own_file, is_program
 
 # Files of torch that call functions of the program, and the public module of the functions that the program calls;
 # "" if the name says nothing, as that of a module's call.
 _CALLING_FILES = {
-    "nn/modules/module.py": "",
-    "utils/checkpoint.py": "",
-    "autograd/function.py": "",
-    "autograd/__init__.py": "torch.autograd",
-    "_tensor.py": "torch",
-    "_functorch/apis.py": "torch.func",
-    "_functorch/eager_transforms.py": "torch.func",
-    "_functorch/functional_call.py": "torch.func",
+    torch.nn.modules.module.__file__: "",
+    torch.utils.checkpoint.__file__: "",
+    torch.autograd.function.__file__: "",
+    torch.autograd.__file__: "torch.autograd",
+    inspect.getfile(torch.Tensor.backward): "torch",
+    **{inspect.getfile(function): "torch.func" for function in (vmap, jacrev, functional_call)},
 }
 
 
@@ -85,11 +88,10 @@ class CallerRecorder:
         return nearest, outermost
 
     def _add_kind(self, code: CodeType) -> _CodeKind | None:
-        file, called = code.co_filename, None
-        if file.startswith(TORCH_DIR):
-            called = _CALLING_FILES.get(file.removeprefix(TORCH_DIR).lstrip("/"))
-            if called:
-                called = f"{called}.{code.co_qualname.partition('.<locals>')[0]}"
+        file = code.co_filename
+        called = _CALLING_FILES.get(file)
+        if called:
+            called = f"{called}.{code.co_qualname.partition('.<locals>')[0]}"
         is_own = is_own_file(file)
         is_outermost = (is_own and code.co_name == "<module>") or file.startswith(COMMANDS_DIR)
         kind = _CodeKind(is_program(code), is_own, called, is_outermost)

@@ -74,7 +74,7 @@ def test_own_line_has_no_callers(gpu: VirtualGpu) -> None:
 
 
 def test_a_library_is_called(gpu: VirtualGpu, library: dict[str, Any]) -> None:
-    def use() -> torch.Tensor:
+    def use() -> Any:
         return library["double"](make_matrix())
 
     use()
@@ -90,7 +90,7 @@ def test_a_small_storage_that_does_not_fit_has_some(gpu: VirtualGpu, library: di
     gpu.recorder.storages.find_oom_message = lambda device: "full" if len(gpu.recorder.trace.storages) > 1 else None
     x = make_matrix(16)
 
-    def use() -> torch.Tensor:
+    def use() -> Any:
         return library["double"](x)
 
     with pytest.raises(torch.OutOfMemoryError):
@@ -100,7 +100,7 @@ def test_a_small_storage_that_does_not_fit_has_some(gpu: VirtualGpu, library: di
 
 @pytest.mark.parametrize("model", [Net(), nn.Sequential(nn.Identity(), Net(Net()))], ids=["one", "nested"])
 def test_a_model_is_called(gpu: VirtualGpu, model: nn.Module) -> None:
-    def train() -> torch.Tensor:
+    def train() -> Any:
         return model(make_matrix())
 
     train()
@@ -108,7 +108,7 @@ def test_a_model_is_called(gpu: VirtualGpu, model: nn.Module) -> None:
 
 
 def test_a_library_is_called_in_a_model(gpu: VirtualGpu, library: dict[str, Any]) -> None:
-    def train() -> torch.Tensor:
+    def train() -> Any:
         return Net(library["Twice"]())(make_matrix())
 
     train()
@@ -116,7 +116,7 @@ def test_a_library_is_called_in_a_model(gpu: VirtualGpu, library: dict[str, Any]
 
 
 def test_a_library_trains_the_model(gpu: VirtualGpu, library: dict[str, Any]) -> None:
-    def train() -> torch.Tensor:
+    def train() -> Any:
         return library["call"](Net(), make_matrix())
 
     train()
@@ -147,7 +147,7 @@ def test_a_backward_is_called(gpu: VirtualGpu) -> None:
 
     def train() -> None:
         loss = square(x).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     train()
     assert find_callers(gpu.trace, "aten.mul") == [("train", "torch.Tensor.backward")]
