@@ -23,7 +23,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import ROLES_OF_MODELS, ROLES_PER_STEP, Holder, Role, Trace
+from memprof.trace.events import ROLES_OF_MODELS, ROLES_PER_STEP, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -252,6 +252,8 @@ def is_running_sum(holder: Holder) -> bool:
 def describe_holder(holder: Holder) -> str:
     """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
+    if kind in set(CycleKind):
+        return f"a {kind}, {holder.name}"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
@@ -277,7 +279,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
-    preposition = ", filled at" if holder.fills else " of"
+    preposition = ", closed at" if holder.kind in set(CycleKind) else ", filled at" if holder.fills else " of"
     location = "" if holder.source is None else f"{preposition} {file_and_line(holder.source)}"
     return Evidence(f"kept by {describe_holder(holder)}{location}", source=holder.source)
 

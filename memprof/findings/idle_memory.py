@@ -125,7 +125,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             continue
         if owner is None or owner.role is Role.KV_CACHE:
             by_key[_make_key(trace, index)].append(index)
-        elif owner.role in ROLES_OF_MODELS and last_phase.computes:  # not only initialized
+        elif owner.role in ROLES_OF_MODELS and last_phase.computes and not _awaits_backward(context, index):
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
             gradients.append(index)
@@ -167,13 +167,27 @@ def _make_error_groups(trace: Trace) -> list[_Group]:
     ):
         place = "" if holder.source is None else f" ({file_and_line(holder.source)})"
         if holder.is_handler:
-            by = f"the `except` block in which {f'`{holder.name}`' if holder.name else 'a library'} retries{place}"
+            retrying = f"`{holder.name}`" if holder.name else "a library"
+            by = f"the `except` block in which {'the script' if retrying == '`<module>`' else retrying} retries{place}"
             fix = "leave the `except` block before the retry: set a flag in it, and retry after the block"
         else:
             by = f"the traceback of {_format_holder(holder)}"
             fix = f"keep no exception in `{holder.name}`: its text, str(error), is enough"
         groups.append(_Group(f"tensors of an attempt that ran out of memory, kept by {by}", fix, holder, storages))
     return groups
+
+
+def _awaits_backward(context: Context, index: int) -> bool:
+    """Return whether storage `index` was last used in the forward in which, or after which, memory ran out."""
+    trace = context.ledger.trace
+    if not trace.ended_out_of_memory:
+        return False
+    phases = trace.list_phase_begins()
+    later = phases[bisect.bisect_left(phases, trace.last_uses[index], key=lambda begin: begin[0]) :]
+    ended = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION)
+    return _find_phase(phases, trace.last_uses[index]).kind is PhaseKind.FORWARD and not any(
+        phase.kind in ended for _, phase in later
+    )
 
 
 def _count_models(context: Context, parameters: Iterable[int]) -> int:
@@ -232,10 +246,13 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     )
     kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
     needs = None
-    if saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes:
+    is_at_peak = saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes
+    if is_at_peak or (kept >= MIN_BYTES and not ledger.run.fits):
         needs = compute_needs_without(context, frees)
-    elif not group.is_model or kept < MIN_MODEL_BYTES:
-        return None
+    if not is_at_peak and not is_decisive(context, needs):
+        needs = None
+        if not group.is_model or kept < MIN_MODEL_BYTES:
+            return None
     where = _format_last_use(context, max(frees.values()))
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
@@ -249,7 +266,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         *_make_tensor_evidence(context, group.storages),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
-    num_bytes = kept if needs is None else saved
+    num_bytes = saved if is_at_peak else kept
     return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive(context, needs))
 
 

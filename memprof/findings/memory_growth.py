@@ -18,10 +18,20 @@ from memprof.findings.growth import (
     leak_evidence,
 )
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import Holder
+from memprof.trace.events import CycleKind, Holder
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
+
+
+_CYCLE_FIXES = {
+    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
+    "step",
+    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
+    CycleKind.FUNCTION: "let the function not refer to what it is registered on, or remove it (handle.remove())",
+    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
+    "only when Python's garbage collector happens to run (gc.collect())",
+}
 
 
 @rule(50)
@@ -117,7 +127,9 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a step adds even if the autograd graph is dropped (`detach`)."""
-    if kept_bytes >= MIN_STEP_BYTES:
+    if holder is not None and holder.kind in _CYCLE_FIXES:
+        fix = _CYCLE_FIXES[CycleKind(holder.kind)]
+    elif kept_bytes >= MIN_STEP_BYTES:
         fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"

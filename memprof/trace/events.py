@@ -283,6 +283,15 @@ class Holder(NamedTuple):
         return self.kind == HANDLER_KIND
 
 
+class CycleKind(enum.StrEnum):
+    """`Holder.kind` of a reference cycle; `name` shows it, and `source` is the line that closes it."""
+
+    GRAD = "cycle through .grad"  # backward(create_graph=True): the gradient has a graph, which has the tensor
+    CTX = "cycle through ctx"  # an output of a custom autograd Function in an attribute of its ctx
+    FUNCTION = "cycle through a function"  # such as a hook that refers to the tensor on which it is registered
+    OBJECTS = "reference cycle"  # of Python objects
+
+
 HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import traceback
 import weakref
+from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from memprof.trace.events import HANDLER_KIND, HOST, Holder, PhaseKind, Role
 from memprof.watch.caches import iterate_tensors
@@ -68,32 +70,43 @@ class CaughtErrorWatch:
         """Return the live storages, unused since the error, that the frames of its traceback have, or their graphs."""
         trace, table = self._recorder.trace, self._recorder.storages
         running = find_running_frame_ids()
-        in_frames = {
-            table.get_index(tensor)
+        values = [
+            value
             for frame, _ in traceback.walk_tb(error.__traceback__)
             if id(frame) not in running
             for value in read_local_variables(frame).values()
-            for tensor in iterate_tensors(value)
-        }
+        ]
+        in_frames = {table.get_index(tensor) for value in values for tensor in iterate_tensors(value)}
         known = {index for holder in trace.error_holders for index in holder.storages}
-        kept = []
-        for index in table.list_live():
-            storage, owner = trace.storages[index], trace.owners.get(index)
-            is_older = index < raised.num_storages and table.get_last_use(index) <= raised.event
-            is_of_graph = storage.phase >= raised.phase and trace.phases[storage.phase].kind in _PHASES_OF_GRAPHS
-            if (
-                is_older
-                and storage.device != HOST
-                and (owner is None or owner.role is Role.INPUT)
-                and (index in in_frames or is_of_graph)
-                and index not in known
-            ):
-                kept.append(index)
-        if in_frames.isdisjoint(kept):
+        older = {
+            index
+            for index in table.list_live()
+            if index < raised.num_storages
+            and table.get_last_use(index) <= raised.event
+            and trace.storages[index].device != HOST
+            and index not in known
+        }
+        kept = [index for index in older if index in in_frames or self._is_of_graph(index, raised)]
+        kept = [index for index in kept if index not in trace.owners or trace.owners[index].role is Role.INPUT]
+        # Modules of the failed attempt; those that a variable has are in use, or another finding's.
+        weights = {
+            index
+            for value in values
+            for weight in _iterate_weights(value)
+            if (index := table.get_index(weight)) in older
+        }
+        kept += weights - self._search.find_in_variables(weights) if weights else ()
+        if in_frames.isdisjoint(kept) and weights.isdisjoint(kept):
             return ()
         # Without the holder, the attempt's tensors would be freed as the error passes.
         table.record_uses_until(raised.event, kept)
-        return tuple(kept)
+        return tuple(sorted(kept))
+
+    def _is_of_graph(self, index: int, raised: _RaisedError) -> bool:
+        """Return whether storage `index` was made in the attempt, in a phase in which autograd saves tensors."""
+        trace = self._recorder.trace
+        phase = trace.storages[index].phase
+        return phase >= raised.phase and trace.phases[phase].kind in _PHASES_OF_GRAPHS
 
     def _make_holder(self, error: torch.OutOfMemoryError, storages: tuple[int, ...]) -> Holder:
         """Return the `except` block in which the program goes on, else the variable that has `error`, else nothing."""
@@ -109,6 +122,14 @@ class CaughtErrorWatch:
         elif (holder := self._search.find_holder_of_error(error)) is not None:
             return holder._replace(storages=storages)
         return Holder(len(self._recorder.trace.events), kind, name, source, False, None, storages, 0, 0, None)
+
+
+def _iterate_weights(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of the modules in `value`: a module, or a list or tuple of modules."""
+    for part in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(part, nn.Module):
+            yield from part.parameters()
+            yield from part.buffers()
 
 
 def _is_being_handled(error: BaseException) -> bool:

@@ -64,8 +64,6 @@ class GrowthWatch:
         """Record an outermost call, outside backward passes, of `module`, which has `index` in the trace."""
         trace = self._recorder.trace
         self._record_step_begin()
-        if self._loop_first_storage == NONE:
-            self._loop_first_storage = len(trace.storages)
         if not self._call_samples:
             self._calls_first_storage = len(trace.storages)
         # Not under no_grad: torch.autograd.Function creates a node there too.
@@ -110,6 +108,8 @@ class GrowthWatch:
             )
 
     def _record_step_begin(self) -> None:
+        if self._loop_first_storage == NONE:
+            self._loop_first_storage = len(self._recorder.trace.storages)
         step = self._recorder.writer.phase.step
         if step > self._last_begun_step:
             self._last_begun_step = step
@@ -175,7 +175,10 @@ class GrowthWatch:
         self._searched_keys |= grown_keys
         live = self._recorder.storages.index_by_address.values()
         targets = {index: key for index, key in self._find_candidates(first_index, live) if key in grown_keys}
-        self._recorder.trace.holders += self.search.find_holders(targets)
+        found = self.search.find_holders(targets)
+        explained = {targets[index] for holder in found for index in holder.storages if index in targets}
+        rest = {index: key for index, key in targets.items() if key not in explained}
+        self._recorder.trace.holders += found + self.search.find_cycles(rest)
 
 
 class _GrowthSamples:

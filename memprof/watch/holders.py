@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
+from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
+from memprof.watch.graph import collect_nodes
 from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import find_assignment_line, find_class_line, find_fill_line, format_code_line
@@ -141,6 +143,24 @@ class HolderSearch:
         nearest = min(holders, key=lambda holder: holder.depth, default=None)
         return None if nearest is None else self._make_holder(nearest, set(), [], variables)
 
+    def find_cycles(self, targets: Mapping[int, object]) -> list[Holder]:
+        """Return the reference cycle that keeps storages in `targets`, which no holder explains, as the only item."""
+        with torch.DisableTorchFunction():
+            found = self._find_tensors(targets)
+            oldest_first = [tensor for tensor, _ in sorted(found.values(), key=lambda pair: pair[1])]
+            cycle = find_cycle(oldest_first, _ProgramVariables(self._recorder).codes)
+        if cycle is None:
+            return []
+        event, storages = len(self._recorder.trace.events), tuple(sorted(targets))
+        return [Holder(event, *cycle, cycle.source is not None, None, storages, 0, 0, None)]
+
+    def find_in_variables(self, storages: set[int]) -> set[int]:
+        """Return those of `storages` that variables have, directly or indirectly, other than by a traceback."""
+        tensors = self._find_tensors(dict.fromkeys(storages))
+        holders = _find_named_holders(tensors, _ProgramVariables(self._recorder), skipped=(FrameType,))
+        held = {key for holder in holders if any(name.owner is None for name in holder.names) for key in holder.tensors}
+        return {tensors[key][1] for key in held}
+
     def find_running_sums(self) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
         with torch.DisableTorchFunction():
@@ -149,7 +169,7 @@ class HolderSearch:
             for name, value in variables.tensors:
                 if value.grad_fn is None or value.grad_fn in sums:
                     continue
-                nodes = _collect_nodes([value], _MAX_SUM_NODES)
+                nodes = collect_nodes([value], _MAX_SUM_NODES)
                 steps = self._find_steps(nodes)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
@@ -201,7 +221,7 @@ class HolderSearch:
             holder_source = next((found for found in assignments if found is not None), format_code_line(name.code))
         elif holder_source is None and name.owner is not None:
             holder_source = find_class_line(name.owner)
-        nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+        nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
             kind="" if isinstance(value, torch.Tensor) else "lru_cache" if is_cached else type(value).__name__,
@@ -282,8 +302,11 @@ def _is_loader(value: Any) -> bool:
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables) -> list[_NamedHolder]:
-    """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
+def _find_named_holders(
+    tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables, *, skipped: tuple[type, ...] = ()
+) -> list[_NamedHolder]:
+    """Return every named object from which `tensors` are reachable within MAX_DEPTH references, by no object of the
+    classes `skipped`."""
     ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     ignored_ids.update(id(pair) for pair in tensors.values())
     ignored_ids.update(id(pair) for pair in variables.tensors)
@@ -310,7 +333,7 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
             kind = type(referrer)
             if (
                 id(referrer) in ignored_ids
-                or issubclass(kind, _IGNORED_TYPES)
+                or issubclass(kind, (*_IGNORED_TYPES, *skipped))
                 or kind is _NamedHolder
                 or kind is _ProgramVariables
             ):
@@ -419,15 +442,3 @@ def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str 
         for code in codes
     )
     return next((line for line in lines if line is not None), None)
-
-
-def _collect_nodes(roots: list[torch.Tensor], limit: int) -> list[Any]:
-    """Return up to `limit` autograd nodes reachable from the tensors `roots`, breadth first."""
-    queue = deque(root.grad_fn for root in roots)
-    seen: dict[Any, None] = {}
-    while queue and len(seen) < limit:
-        node = queue.popleft()
-        if node is not None and node not in seen:
-            seen[node] = None
-            queue.extend(next_node for next_node, _ in node.next_functions)
-    return list(seen)

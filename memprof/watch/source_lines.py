@@ -66,12 +66,15 @@ def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: s
         rf"{name_regex}\s*(?:\+|\|)=",
         rf"{name_regex}\s*(?::[^=]+)?=(?!=).*{bounded_name_regex}",
     )
+    return next((line for pattern in patterns if (line := find_line(code, pattern)) is not None), None)
+
+
+def find_line(code: CodeType, pattern: str) -> str | None:
+    """Return `file:line function` of the first line of `code` that matches the regex `pattern`; None if none does."""
     lines = linecache.getlines(code.co_filename)
-    first, last = code.co_firstlineno, _find_last_line(code)
-    for pattern in patterns:
-        for line_number in range(first, min(last, len(lines)) + 1):
-            if re.search(pattern, lines[line_number - 1].partition("#")[0]):
-                return f"{code.co_filename}:{line_number} {code.co_name}"
+    for line_number in range(code.co_firstlineno, min(_find_last_line(code), len(lines)) + 1):
+        if re.search(pattern, lines[line_number - 1].partition("#")[0]):
+            return f"{code.co_filename}:{line_number} {code.co_name}"
     return None
 
 
@@ -82,6 +85,14 @@ def find_assignment_line(code: CodeType, variable: str) -> str | None:
             stored = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
             if variable in stored:
                 return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
+    return None
+
+
+def find_attribute_line(code: CodeType, attribute: str) -> str | None:
+    """Return `file:line function` of the first line of `code` that assigns to an `attribute`; None if there is none."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions is not None:
+            return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
     return None
 
 

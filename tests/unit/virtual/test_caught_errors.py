@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from memprof.trace.events import Event, EventKind, Holder
 from memprof.watch import caught_errors
@@ -58,6 +59,23 @@ def keep_no_error() -> list[str]:
         except torch.OutOfMemoryError as error:
             texts.append(str(error))
     return texts
+
+
+def fail_with(model: nn.Module) -> None:
+    layers = [model, nn.Linear(16, 16).cuda()]
+    take(2000 * MIB)
+    assert layers
+
+
+def test_layers_of_the_attempt_are_kept_by_its_error_and_models_of_variables_are_not() -> None:
+    with small_gpu() as gpu:
+        with_variable = nn.Linear(32, 32).cuda()
+        try:
+            fail_with(with_variable)
+        except torch.OutOfMemoryError:
+            gpu._caught_errors.find_holders()
+        (holder,) = gpu.trace.error_holders
+    assert {gpu.trace.storages[index].shape for index in holder.storages} == {(16, 16), (16,)}
 
 
 def holders_of(program: Callable[[], object], used: int = 400) -> list[Holder]:
