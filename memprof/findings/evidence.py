@@ -93,10 +93,15 @@ def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages."""
+    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages.
+
+    If `text` names the line that allocated it (`file_and_line`), the program's lines that led there are added:
+    "at model.py:12, called by torch.func.vmap at train.py:31".
+    """
     storage = trace.storages[index]
+    line = re.escape(file_and_line(trace.source_line(storage)))
     return Evidence(
-        text=text,
+        text=re.sub(rf"{line}(?!\d)", lambda match: match[0] + _format_callers(trace, index), text, count=1),
         num_bytes=storage.num_bytes if num_bytes is None else num_bytes,
         shape=storage.shape,
         dtype=storage.dtype,
@@ -104,6 +109,18 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
         op=trace.op(storage),
         source=trace.source_line(storage),
         device=storage.device,
+    )
+
+
+def caller_key(trace: Trace, index: int) -> tuple[object, ...]:
+    """Return what is equal for storages with the same callers."""
+    return tuple((caller.source, caller.by) for caller in trace.list_callers(index))
+
+
+def _format_callers(trace: Trace, index: int) -> str:
+    return "".join(
+        f", called {f'by {caller.by} ' if caller.by else ''}at {file_and_line(trace.sources[caller.source])}"
+        for caller in trace.list_callers(index)
     )
 
 
@@ -118,15 +135,15 @@ def tensors_evidence(
 ) -> tuple[Evidence, ...]:
     """Return one evidence for each group of equal tensors among `storages`, the group with the most live bytes first.
 
-    Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
+    Tensors are equal if label, shape, dtype, operator, module (without layer numbers), source line and its callers are.
     `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
-        key = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
-        kinds[key].append(index)
+        kind = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        kinds[*kind, caller_key(trace, index)].append(index)
     lines = []
     for indices in kinds.values():
         example = indices[0]

@@ -6,8 +6,10 @@ sources, operators) are tables of the trace. The analysis packages read only the
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -70,6 +72,14 @@ class Storage(NamedTuple):
     phase: int  # index in Trace.phases
     forward_event: int  # in a backward pass, the event at which the differentiated operator ran forward; else NONE
     hidden: bool  # True for memory that CUDA libraries take and no tensor shows (workspaces, kernel temporaries)
+
+
+class Caller(NamedTuple):
+    """A line of the program's own files that leads to the line `Storage.source` of a large storage."""
+
+    storage: int  # index in Trace.storages
+    source: int  # index in Trace.sources
+    by: str  # the function of torch that the line calls, and that runs the rest, such as `torch.func.vmap`; "": unnamed
 
 
 class ModuleRole(enum.StrEnum):
@@ -385,6 +395,10 @@ class Trace:
     ops: list[str] = field(default_factory=list)
     modules: list[Module] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    # For large storages of a simulated run, by ascending index of the storage, innermost first: the program's own line,
+    # if `Storage.source` is a library's; and the outermost own line from which torch called the function with the line
+    # before (a call of a model, a torch.func transform, a checkpoint or a backward pass), if it is another line.
+    callers: list[Caller] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
@@ -453,6 +467,11 @@ class Trace:
     def source_line(self, storage: Storage) -> str | None:
         """Return the `file:line function` that allocated `storage`; None if unknown."""
         return self.source_at(storage.source)
+
+    def list_callers(self, index: int) -> list[Caller]:
+        """Return the recorded callers of the storage `index`, innermost first."""
+        begin = bisect.bisect_left(self.callers, (index,))
+        return list(itertools.takewhile(lambda caller: caller.storage == index, self.callers[begin : begin + 2]))
 
     def source_at(self, index: int) -> str | None:
         """Return the `file:line function` with this index in `sources`; None if it is NONE."""

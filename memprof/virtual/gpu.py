@@ -17,6 +17,7 @@ from memprof.patching import Extension, find_extensions
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
+from memprof.watch.callers import CallerRecorder
 from memprof.watch.caught_errors import CaughtErrorWatch
 from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
 from memprof.watch.growth import GrowthWatch
@@ -53,6 +54,10 @@ class VirtualGpu(Watch):
         gpu_options = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
         self.recorder.storages.records_tensorless_memory = not gpu_options.tensors_only
+        if gpu_options.records_callers:
+            self.recorder.storages.record_callers = CallerRecorder(
+                self.recorder.trace, self.recorder.attribution
+            ).record
         self._unknown_read: tuple[int, str] | None = None
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._is_display_line: dict[int, bool] = {}

@@ -18,6 +18,8 @@ from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrap
 
+MIN_CALLER_BYTES = 1 << 20  # of a storage whose callers are recorded: finding them reads the whole stack
+
 # With this flag, an extension that reads the data pointer in C++ gets an error instead of a null pointer.
 _forbid_data_access = tensors.set_throw_on_mutable_data_ptr
 
@@ -51,6 +53,8 @@ class StorageTable:
         self.on_out_of_memory: Callable[[torch.OutOfMemoryError], None] = lambda error: None
         # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
+        # Called with the index of each new storage on a GPU that is large, or does not fit.
+        self.record_callers: Callable[[int], None] = lambda index: None
         self.on_free: Callable[[int], None] = lambda address: None  # Called with a freed storage's address.
         self._freed_with_process: set[int] = set()  # Live storages of processes that have ended.
 
@@ -168,7 +172,10 @@ class StorageTable:
                 self.live_bytes += num_bytes
                 if self.live_bytes > self.peak_bytes:
                     self.peak_bytes = self.live_bytes
-                if self.find_oom_message is not None and (message := self.find_oom_message(device)) is not None:
+                message = None if self.find_oom_message is None else self.find_oom_message(device)
+                if num_bytes >= MIN_CALLER_BYTES or message is not None:
+                    self.record_callers(index)
+                if message is not None:
                     self._writer.trace.refused.append(index)
                     self._append_free(index)
                     raise self._make_out_of_memory_error(message)

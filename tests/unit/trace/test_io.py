@@ -14,6 +14,7 @@ from memprof.run_spec import RunSpec
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
+    Caller,
     DeviceMismatch,
     Event,
     EventKind,
@@ -47,6 +48,7 @@ def sample() -> Trace:
         ],
         storages=[Storage(513, (3, 171), "int8", "cuda:0", 0, 0, 0, 0, NONE, False)],
         last_uses=[3],
+        callers=[Caller(0, 0, "torch.func.vmap")],
         ops=["aten.empty"],
         modules=[Module("model.layers.0", "Layer", ModuleRole.LAYER, "model.layers")],
         sources=["/home/ä/train.py:3 main"],
@@ -170,6 +172,7 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(storages=[[1, [1], "int8", "cuda:0", 0, -1, -1, 0, -1, False]]), "damaged"),
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
         (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
+        (damaged(callers=[[1, 0, ""]]), "damaged"),
         (damaged(last_uses=[1, 2]), "damaged"),
         (damaged(last_uses=[2]), "damaged"),  # the storage is allocated by the event of that index
         (damaged(last_uses=[5]), "damaged"),  # there are four events
