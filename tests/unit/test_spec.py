@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"lora_dropout": 0.1}, "needs an adapter", ADAPTER),
     ({"lora_dropout": 1.0, **ADAPTER}, "less than 1", {"lora_dropout": 0.999}),
     ({"lora_dropout": -0.1, **ADAPTER}, "less than 1", {"lora_dropout": 0.0}),
-    ({"lora_targets": "q_proj,,v_proj", **ADAPTER}, "--lora-targets has an empty name", {"lora_targets": "q_proj, v_proj"}),
+    ({"lora_targets": "q_proj,,v_proj", **ADAPTER}, "--lora-targets has an empty", {"lora_targets": "q_proj, v_proj"}),
     ({"freeze": "*.bias,"}, "an empty name", {"freeze": "*.bias"}),
     ({"freeze": "*.bias", **ADAPTER}, "freezes the whole model", {"adapter": None}),
     ({"freeze": "*.bias", **INFERENCE}, "for training", {"mode": "train"}),
