@@ -25,7 +25,7 @@ def test_by_size(tmp_path, monkeypatch):
         compute_limit_bytes()
         == compute_limit_bytes(plain, packed)
         == compute_limit_bytes(tmp_path, tmp_path / "none")
-        == MIN_LIMIT_BYTES
+        == 2 << 30
     )
     with plain.open("r+b") as one, packed.open("r+b") as other:  # holes take no room
         one.truncate(1 << 30)
@@ -46,6 +46,7 @@ def test_what_is_given_holds_inside(tmp_path):
 def test_the_system_keeps_it(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(UsageError) as caught, limit_memory(64 * MIB, [tmp_path / "bomb"]):
+        bytearray(32 * MIB)
         bytearray(128 * MIB)
     assert str(caught.value) == (
         "reading this takes more memory than it may\n"
