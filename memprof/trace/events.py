@@ -268,6 +268,16 @@ class Holder(NamedTuple):
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
 
 
+class VmapCall(NamedTuple):
+    """One call that torch.func.vmap makes of a function for a batch, or for a chunk of it."""
+
+    begin: int  # events before the call; `end`: before its return
+    end: int
+    rows: int  # size of the batch or chunk
+    function: str  # the function of torch.func that the program called: vmap, jacrev, jacfwd
+    source: int  # index in Trace.sources: the line that calls it
+
+
 class GraphBreak(NamedTuple):
     """A graph break of torch.compile: the line where a graph ends inside its function."""
 
@@ -390,6 +400,7 @@ class Trace:
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
     idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
+    vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)
