@@ -26,6 +26,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     trace = context.ledger.trace
     halved = _find_halved(trace)
     if halved:
+        halved += trace.optional_storages()  # workspaces of convolutions
         sizes = {index: trace.storages[index].num_bytes // 2 for index in halved}
         # Autocast keeps a half copy of a weight from the forward to the backward.
         tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}

@@ -16,11 +16,11 @@ def find_fitting_rows(context: Context, storages: Collection[int], num_rows: int
     ledger, usable_bytes, lifetimes = context.ledger, context.usable_bytes, context.lifetimes
     if usable_bytes is not None and ledger.trace.ended_out_of_memory:
         usable_bytes //= 2
-    in_segments = ledger.run.required_reserved_bytes - ledger.peak_bytes
     rows = num_rows
     while rows > 1:
         rows //= 2
         saved_bytes = lifetimes.peak_reduction(lifetimes.savings(storages, 1 - rows / num_rows))
-        if usable_bytes is None or ledger.peak_bytes - saved_bytes + in_segments <= usable_bytes:
+        needed_bytes = (ledger.peak_bytes - saved_bytes) * ledger.run.required_reserved_bytes // ledger.peak_bytes
+        if usable_bytes is None or needed_bytes <= usable_bytes:
             break
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from memprof.findings.evidence import HALF_DTYPES, is_inference, vocab_size_of, vocabulary_tables
@@ -13,6 +14,7 @@ from memprof.trace.events import NONE
 from memprof.units import GIB
 
 _CHUNK_BYTES = GIB  # of a chunk's logits in float32, as the fix has it (fixes/chunked_loss.py)
+_FLOAT32_BYTES = 4
 
 
 @proposes(30, fix="chunked-loss", findings=("logits-explosion",))
@@ -27,7 +29,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     # However many copies there were, a chunk has one in float32, and one in the head's precision if that is half.
     is_half = any(trace.storages[index].dtype in HALF_DTYPES for index in copies)
-    chunk_bytes = _CHUNK_BYTES * (3 if is_half else 2) // 2
+    num_elements = max(math.prod(trace.storages[index].shape) for index in copies)
+    chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
     share = min(1.0, chunk_bytes / lifetimes.find_max_live(copies).num_bytes)
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
     losses = [trace.storages[index] for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]

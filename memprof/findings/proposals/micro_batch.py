@@ -27,6 +27,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     if not batched:
         return
     rows = find_fitting_rows(context, batched, batch_size)
+    while batch_size % rows:  # a batch is divided into equal ones
+        rows -= 1
     sizes = {index: -(-trace.storages[index].num_bytes * rows // batch_size) for index in batched}
     changed = _keep_gradients(resize(trace, sizes))
     if any("batch_norm" in op for op in trace.ops):

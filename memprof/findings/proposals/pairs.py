@@ -31,7 +31,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     first, num_inputs = found
     storage = trace.storages[first]
     num_rows = storage.shape[0]
-    rows = max(1, _CHUNK_BYTES * num_rows // storage.num_bytes)
+    num_chunks = -(-storage.num_bytes // _CHUNK_BYTES)
+    rows = -(-num_rows // min(num_chunks, num_rows))
     births = context.lifetimes.births
     sizes = {
         index: -(-other.num_bytes * rows // num_rows)

@@ -39,9 +39,10 @@ def propose(context: Context) -> Iterator[Proposal]:
 def _find_batched(context: Context, call: VmapCall) -> list[int]:
     """Return the storages that the call allocates with its rows as a factor."""
     trace = context.ledger.trace
-    made = (ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC)
+    made = [ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC]
     shapes = ((index, trace.storages[index].shape) for index in made if not trace.storages[index].hidden)
-    return [index for index, shape in shapes if shape and (shape[0] % call.rows == 0 or call.rows in shape)]
+    batched = [index for index, shape in shapes if shape and (shape[0] % call.rows == 0 or call.rows in shape)]
+    return batched + [index for index in made if index in trace.optional_storages()]  # workspaces of convolutions
 
 
 def _find_results(context: Context, call: VmapCall) -> list[int]:

