@@ -43,8 +43,8 @@ def test_formulas(method: str, column: str, term: str, formula: str) -> None:
 @pytest.mark.parametrize(
     ("method", "peak", "activations", "logits"),
     [
-        ("lora", "loss, backward", "what the layers keep", "(logits 2 + log-softmax 4 + its gradients 2 x 4) x 1,000 x "),
-        ("full", "loss, forward", "what the layers keep", "(logits 2 + their float32 copy 4 + log-softmax 4) x 1,000 x "),
+        ("lora", "loss, backward", "what the layers keep", "(logits 2 + log-softmax 4 + its gradients 2 x 4) x 1,000"),
+        ("full", "loss, forward", "what the layers keep", "(logits 2 + their float32 copy 4 + log-softmax 4) x 1,000"),
         ("full-checkpointing", "first layer, backward", "each layer's input, what one", "logits 2 x 1,000 x 20 tokens"),
         ("full", "embedding, backward", "the gradient of the embedding's output", "logits 2 x 1,000 x 20 tokens"),
     ],
