@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
-from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
+from memprof.estimate import table
 from memprof.estimate.geometry import build_from_model, build_from_params
 from memprof.estimate.methods import METHODS, WEIGHT_DTYPES
 from memprof.estimate.options import EstimateOptions
+from memprof.estimate.ranks import Rank
+from memprof.estimate.state import PeakMoment
 from memprof.estimate.table import (
     ALLOCATED,
     BORDERLINE,
@@ -17,12 +19,17 @@ from memprof.estimate.table import (
     FITS,
     MEMORY_KINDS,
     NO,
+    RESERVED,
+    STRATEGIES,
+    Cell,
     build_estimate,
     find_column,
+    find_highest_cell,
     read_band,
 )
-from memprof.units import GIB
+from memprof.units import GIB, MIB
 from tests.lanes import examples
+from tests.unit.estimate.tiny import TINY, plan, tiny_model
 
 
 def test_the_guides_weights():
@@ -79,44 +86,11 @@ def test_order_of_the_methods(model):
     assert size["full", "bfloat16"] == size["full", "float16"]
 
 
-def test_terms_sum_to_the_peak():
-    for cell in build_estimate(build_from_model("qwen3-4b")).cells.values():
-        assert sum(cell.peak.terms.values()) == cell.allocated_bytes
-        assert all(size >= 0 for size in cell.peak.terms.values())
-        assert cell.allocated_bytes == max(moment.num_bytes for moment in cell.moments)
-
-
 def test_a_verdict_is_borderline_within_the_band():
     cell = build_estimate(build_from_model("llama-3.2-1b")).cells["inference", "bfloat16"]
     _, low, high = cell.compute_ranges()[DEVICE_USED]
     for size, verdict in ((low - 1, NO), (low, BORDERLINE), (high - 1, BORDERLINE), (high, FITS)):
         assert cell.judge_fit(custom_gpu(size)) == verdict
-
-
-def test_hopper_has_larger_workspaces():
-    cell = build_estimate(build_from_model("gpt2")).cells["full", "bfloat16"]
-    h100 = find_gpu("h100-80gb")
-    extra = 2 * (32 << 20) - 2 * (8320 << 10)
-    assert cell.compute_ranges(h100)[ALLOCATED][0] == cell.allocated_bytes + extra
-    just = dataclasses.replace(h100, total_bytes=cell.compute_ranges(h100)[DEVICE_USED][2])
-    assert just.total_bytes > cell.compute_ranges()[DEVICE_USED][2] + extra - 2
-    assert cell.judge_fit(just) == FITS
-    assert cell.judge_fit(dataclasses.replace(just, total_bytes=just.total_bytes - 1)) == BORDERLINE
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.key)
-def test_every_kind_of_figure_has_a_band(method):
-    cell = build_estimate(build_from_model("llama-3.2-1b")).cells[method.key, "bfloat16"]
-    figures = cell.compute_ranges()
-    allocated, reserved, device = (figures[kind][0] for kind in MEMORY_KINDS)
-    assert allocated == cell.allocated_bytes <= reserved
-    assert device == reserved + CONTEXT_BYTES
-    for kind, (size, low, high) in figures.items():
-        assert low <= size <= high
-        # A program that gives its cached blocks back has what is allocated, whatever others keep.
-        assert low <= allocated + (CONTEXT_BYTES if kind == DEVICE_USED else 0)
-    if method.kind == "weights":
-        assert figures[ALLOCATED] == (allocated, allocated, allocated)
 
 
 def test_checkpointing_is_no_reason_to_need_a_larger_gpu():
@@ -136,60 +110,6 @@ def test_bands_say_what_they_rest_on():
         assert band.inside >= 0.85
 
 
-def test_generated_tokens_make_the_cache_longer():
-    subject = build_from_model("qwen3-4b")
-    prompt, generated = (
-        build_estimate(subject, EstimateOptions(context_length=1, new_tokens=count)).cells["inference", "bfloat16"]
-        for count in (1, 2048)
-    )
-    assert generated.peak.name == "last token"
-    per_token = 2 * 36 * 8 * 128 * 2
-    assert generated.peak.terms["KV cache"] == 2048 * per_token
-    assert prompt.peak.terms["KV cache"] == per_token
-
-
-def test_lora_targets_are_counted():
-    subject = build_from_model("llama-3.2-1b")
-    sizes = [
-        build_estimate(subject, EstimateOptions(lora_targets=targets, context_length=16)).cells["lora", "bfloat16"].peak
-        for targets in (None, "q_proj,v_proj", "self_attn.q_proj, self_attn.v_proj", "all-linear")
-    ]
-    assert sizes[0] == sizes[1] == sizes[2]
-    # Rank 8: q and v are 2,048 to 2,048 and to 512 in each of 16 layers; two float32 states each.
-    assert sizes[0].terms["optimizer state"] == 2 * 4 * 16 * 8 * (2048 + 2048 + 2048 + 512)
-    assert sizes[3].terms["optimizer state"] > 3 * sizes[0].terms["optimizer state"]
-    with pytest.raises(UsageError, match="lora-targets"):
-        build_estimate(subject, EstimateOptions(lora_targets="c_attn"))
-    assert build_from_model("gpt2").geometry.resolve_lora_targets("c_proj") == ("o", "down")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits"), [("fp8", 8.002), ("gptq-int8", 8.19), ("gptq-int4", 4.16), ("awq-int4", 4.16)]
-)
-def test_stored_formats_are_for_inference(dtype, bits):
-    subject = build_from_model("llama-3.1-8b")
-    answer = build_estimate(subject, EstimateOptions(dtype=dtype))
-    assert {method for method, column in answer.cells if column == dtype} == {"weights", "inference"}
-    geometry = subject.geometry
-    weights = answer.cells["weights", dtype].allocated_bytes - 2 * (8_030_261_248 - geometry.linear_parameters)
-    assert weights * 8 / geometry.linear_parameters == pytest.approx(bits, abs=0.02)
-
-
-def test_optimizers_have_states_of_their_own():
-    subject = build_from_model("pythia-70m")
-
-    def states(**asked):
-        peak = build_estimate(subject, EstimateOptions(context_length=16, **asked)).cells["full", "float32"].moments[-1]
-        return tuple(peak.terms[name] / (4 * subject.num_parameters) for name in ("optimizer state", "temporaries"))
-
-    assert states() == (2, 1)
-    assert states(optimizer_impl="fused") == (2, 0)
-    assert states(optimizer="sgd-momentum") == (1, 0)
-    assert states(optimizer="paged-adamw-8bit") == (0, 0)
-    with pytest.raises(UsageError, match="optimizer"):
-        states(optimizer="adafactor")
-
-
 def test_lengths_that_vary_take_what_the_longest_batch_takes(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("10 200 30 40")
@@ -206,13 +126,139 @@ def test_lengths_that_vary_take_what_the_longest_batch_takes(tmp_path):
     assert emptied.cells["full", "bfloat16"].reserved_bytes < cell.reserved_bytes
 
 
-def test_spreading_takes_less_of_each_gpu():
-    answer = build_estimate(build_from_model("llama-3.1-8b"), EstimateOptions(gpus=8))
-    full = [cell.allocated_bytes for cell in answer.sharded if cell.method.key == "full-checkpointing"]
-    assert full == sorted(full, reverse=True)
-    alone = answer.cells["full-checkpointing", "bfloat16"].allocated_bytes
-    assert full[0] > alone > full[1] > alone / 8
-    assert not build_estimate(build_from_model("llama-3.1-8b")).sharded
+CELL = Cell(
+    plan("full"),
+    (
+        PeakMoment("loaded", {"activations": 100, "logits and loss": 20}),
+        PeakMoment(
+            "optimizer step", {"parameters": 9000, "activations": 0, "logits and loss": 0, "library workspace": 1000}
+        ),
+        PeakMoment("embedding, backward", {"activations": 70, "logits and loss": 60}),
+    ),
+    is_derived=False,
+)
+
+
+@pytest.fixture
+def bands(monkeypatch):
+    cached = {
+        "weights": 0.0, "inference": 0.1, "lora": 0.2, "lora, checkpointing": 0.25, "full, step": 0.3,
+        "full, step, checkpointing": 0.35, "full, backward": 0.4, "varying lengths": 10.0,
+        "varying lengths, checkpointing": 20.0,
+    }  # fmt: skip
+    published = {kind: {"low": -low, "high": high} for kind, low, high in
+                 ((ALLOCATED, 0.1, 0.2), (RESERVED, 0.2, 0.3), (DEVICE_USED, 0.3, 0.4))}  # fmt: skip
+    monkeypatch.setattr(table, "_read_bands", lambda: {"cached": cached, "published": published})
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "moments", "reserved"),
+    [
+        ("full", {}, CELL.moments, 13_000),
+        ("full-checkpointing", {}, CELL.moments, 13_500),
+        ("mixed", {}, CELL.moments, 13_000),
+        ("full", {}, CELL.moments[::2], 130 * 14 // 10),
+        ("lora", {}, CELL.moments, 12_000),
+        ("lora-checkpointing", {}, CELL.moments, 12_500),
+        ("inference", {}, CELL.moments, 11_000),
+        ("weights", {}, CELL.moments, 10_000),
+        # As many times what tokens have at the most.
+        ("full", {"padded": True}, CELL.moments, 10_000 + 10 * 130),
+        ("lora-checkpointing", {"padded": True}, CELL.moments, 10_000 + 20 * 130),
+        ("full", {"padded": True, "empties_cache": True}, CELL.moments, 13_000),
+        ("inference", {"padded": True}, CELL.moments, 11_000),
+    ],
+)  # fmt: skip
+def test_reserved_is_a_fraction_more(bands, method, more, moments, reserved):
+    cell = dataclasses.replace(CELL, plan=plan(method, **more), moments=moments)
+    assert cell.reserved_bytes == reserved
+    assert cell.device_bytes == reserved + 426 * MIB
+
+
+def test_ranges_have_the_bands_around_and_what_is_allocated_at_least(bands):
+    context = 426 * MIB
+    assert CELL.compute_ranges() == {
+        ALLOCATED: (10_000, 9000, 12_000),
+        RESERVED: (13_000, 10_000, 16_900),  # a program that empties its cache has what is allocated
+        DEVICE_USED: (13_000 + context, 9100 + context, 18_200 + 1343 * MIB),
+    }
+    # Hopper's workspaces are larger by the same ratio, and its context is known.
+    extra = 1000 * (32 * 1024 - 8320) // 8320
+    hopper = CELL.compute_ranges(find_gpu("h100-80gb"))
+    assert hopper[ALLOCATED][0] == 10_000 + extra
+    assert hopper[DEVICE_USED] == (
+        13_000 + extra + 750 * MIB, round(0.7 * (13_000 + extra)) + context,
+        round(1.4 * (13_000 + extra)) + 1343 * MIB,
+    )  # fmt: skip
+    assert CELL.compute_ranges(find_gpu("a100-80gb")) == CELL.compute_ranges()
+    weights = dataclasses.replace(CELL, plan=plan("weights"))
+    assert weights.compute_ranges()[ALLOCATED] == (10_000, 10_000, 10_000)
+    assert weights.compute_ranges()[RESERVED] == (10_000, 10_000, 11_000)
+
+
+@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "AdamW"), ("sgd", "SGD"), ("rmsprop", "rmsprop")])
+def test_titles_name_the_optimizer(optimizer, name):
+    titles = [
+        dataclasses.replace(CELL, plan=plan(method, optimizer=optimizer)).title for method in ("full", "mixed", "lora")
+    ]
+    assert titles == [f"full training, {name}", f"full, {name}, autocast", "LoRA (int8, int4: QLoRA)"]
+
+
+def test_strategies_divide_more_and_more():
+    assert [(name, build(4)) for name, build in STRATEGIES] == [
+        ("DDP", Rank(replicas=4)),
+        ("ZeRO-1", Rank(state_shards=4, replicas=4)),
+        ("ZeRO-2", Rank(state_shards=4, grad_shards=4, replicas=4)),
+        ("FSDP, ZeRO-3", Rank(4, 4, 4, replicas=4, gathers=True)),
+    ]
+    assert not build_estimate(tiny_model()).sharded
+    sharded = build_estimate(tiny_model(), EstimateOptions(gpus=2)).sharded
+    methods = ("full", "full-checkpointing", "mixed", "mixed-checkpointing", "adamw-8bit", "adamw-8bit-checkpointing")
+    assert [(cell.method.key, cell.strategy) for cell in sharded] == [
+        (method, name) for method in methods for name, _ in STRATEGIES
+    ]
+
+
+def test_a_plan_is_of_the_rank_that_needs_most():
+    model = dataclasses.replace(tiny_model(), config={"num_attention_heads": 4, "num_hidden_layers": 3})
+    options = EstimateOptions(gpus=3, parallel="pp=3", context_length=300)
+    cells = build_estimate(model, options).sharded
+    assert {(cell.strategy, cell.rank.stage) for cell in cells} == {("pp=3", 2)}  # the logits are there
+    assert find_highest_cell(model, plan("full"), 1, 10, "", 1).rank == Rank()
+
+
+def test_a_column_is_of_the_dtype_that_was_asked_for():
+    estimate = build_estimate(tiny_model(), EstimateOptions(quantize="fp4", new_tokens=3))
+    assert [cell.plan.column for cell in estimate.list_column()] == 4 * ["int4"]
+    assert [(one.method.key, one.column) for one in estimate.list_plans()] == [
+        (method, "int4") for method in ("inference", "lora", "lora-checkpointing")
+    ]
+    assert {one.new_tokens for one in estimate.list_plans()} == {3}
+    assert build_estimate(tiny_model()).list_plans()[0].new_tokens == 1
+    stored = build_estimate(tiny_model(), EstimateOptions(dtype="fp8"))
+    assert {method for method, column in stored.cells if column == "fp8"} == {"weights", "inference"}
+    assert {column for _, column in stored.cells} == {*WEIGHT_DTYPES, "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "options", "length"),
+    [
+        (None, {}, 2048),
+        (3000, {}, 2048),
+        (1000, {}, 1000),
+        (1000, {"context_length": 5000}, 5000),  # rotary positions go on
+        (1000, {"lengths": "5000 7"}, 1000),
+        (1000, {"lengths": "5000 7", "context_length": 300}, 300),
+        (None, {"lengths": "5000 7"}, 5000),
+    ],
+)
+def test_the_length_of_a_sequence(tmp_path, max_positions, options, length):
+    if "lengths" in options:
+        file = tmp_path / "lengths.txt"
+        file.write_text(options["lengths"])
+        options = {**options, "lengths": str(file)}
+    model = tiny_model(dataclasses.replace(TINY, max_positions=max_positions))
+    assert build_estimate(model, EstimateOptions(**options)).context_length == length
 
 
 def test_models_that_are_not_known_have_their_weights():
@@ -226,17 +272,29 @@ def test_all_gpus_have_a_verdict():
     assert {cell.judge_fit(gpu) for gpu in list_gpus()} == {NO}
 
 
-@pytest.mark.parametrize(("asked", "column"), [("float16", "float16"), ("nf4", "int4"), ("awq-int4", "awq-int4")])
+@pytest.mark.parametrize(
+    ("asked", "column"), [("float16", "float16"), ("nf4", "int4"), ("fp4", "int4"), ("awq-int4", "awq-int4")]
+)
 def test_the_column_of_what_is_asked(asked, column):
     assert find_column(asked) == column
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"context_length": 0}, {"batch_size": 0}, {"gpus": 0}, {"lora_rank": -1}, {"dtype": "float17"}]
+    "wrong",
+    [
+        {"context_length": 0},
+        {"batch_size": 0},
+        {"gpus": 0},
+        {"lora_rank": -1},
+        {"dtype": "float17"},
+        {"new_tokens": 0},
+        {"optimizer": "adafactor"},
+        {"lora_targets": "c_proj"},
+    ],
 )
 def test_wrong_values_are_refused(wrong):
     with pytest.raises(UsageError):
-        build_estimate(build_from_model("gpt2"), EstimateOptions(**wrong))
+        build_estimate(tiny_model(), EstimateOptions(**wrong))
 
 
 def test_positions_that_a_model_lacks_are_refused():
