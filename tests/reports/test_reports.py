@@ -18,7 +18,6 @@ REPORTS = list_reports()
 KNOWN = {
     "captum_538": "names the layer in which memory runs out, not the call with 200 inputs",
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; the copies are told again, as unattributed",
-    "fms_fsdp_152": "the variable is the second finding, after `does-not-fit` with its fixes for logits",
     "functorch_1058": "names the function, not the call of jacrev, and not chunk_size",
     "functorch_774": "names a layer, not the call of vmap, and not chunk_size",
     "lightning_15514": "growth within epochs, at whose ends a list is cleared, is not told",
@@ -44,7 +43,6 @@ KNOWN = {
     "pytorch_47589": "steps of new optimizers, while the old ones live, count as one, so that nothing grows",
     "pytorch_51978": "growth of a program without optimizer is not told",
     "pytracking_313": "an attribute of an object in a dict, with the graphs of all steps, is not seen as a holder",
-    "sentence_transformers_3214": "trainers in tuples of a list are not seen as holders",
     "tangermeme_84": "names a line of torch, not the attribute of the modules",
     "torchmetrics_1738": "suggests to keep less, not to reset the metric",
     "torchmetrics_3294": "suggests to keep less, not to reset the metric",
