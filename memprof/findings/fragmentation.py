@@ -39,7 +39,8 @@ def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the free reserved memory at the failed allocation, if the run would
     fit without fragmentation, else the difference between the peaks of reserved and allocated memory.
 
-    Nothing is found where memory runs out with less than MIN_SHARE free, and would with expandable segments too.
+    Nothing is found where memory runs out with less than MIN_SHARE free, and would with expandable segments too; where
+    it would run out anyway, only of a run that ends there.
     """
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
@@ -55,7 +56,9 @@ def find(context: Context) -> list[Finding]:
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         expandable = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
     is_little = oom is not None and oom.reserved_bytes - oom.in_use_bytes < MIN_SHARE * oom.reserved_bytes
-    if is_little and (expandable is None or not expandable.fits):
+    # Of a run that goes on in the replay, the whole need is known, and expandable segments may reduce it.
+    is_last = is_decisive or ledger.trace.ended_out_of_memory
+    if is_little and is_last and (expandable is None or not expandable.fits):
         return []
     segments, owners = run.layout_at_oom() if is_decisive else run.layout_at(ledger.peak_reserved_event)
     evidence = [*_make_free_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]

@@ -104,7 +104,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
 def _make_model_groups(context: Context, models: Sequence[int]) -> list[_Group]:
     """Return at most one group, of the idle storages of models: several, one that another has replaced, or one that a
     program has not used until its end."""
-    trace = context.ledger.trace
+    trace, deaths = context.ledger.trace, context.lifetimes.deaths
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
     num_models, replaced = _count_models(context, parameters), find_replaced_models(context)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
@@ -120,6 +120,8 @@ def _make_model_groups(context: Context, models: Sequence[int]) -> list[_Group]:
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
     elif num_models and has_ended and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
+        # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
+        models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
     else:
         return []
     holder = find_idle_holder(trace, parameters)

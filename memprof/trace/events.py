@@ -432,7 +432,7 @@ class Trace:
     refused: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
-    idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
+    idle_holders: list[Holder] = field(default_factory=list)  # of tensors that are kept and not used; autocast blocks
     # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.
     error_holders: list[Holder] = field(default_factory=list)
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run

@@ -75,7 +75,7 @@ class IdleWatch:
             math.prod(trace.storages[i].shape) for i, owner in trace.owners.items() if owner.role is Role.PARAMETER
         }
         idle: dict[int, _Key] = {}
-        for index in table.iterate_unused_since(phase_begin):
+        for index in list(table.iterate_unused_since(phase_begin)):  # a collection in the loop would free some
             owner, storage = trace.owners.get(index), trace.storages[index]
             if owner is None or owner.role is Role.INPUT:
                 made_in = trace.phases[storage.phase]

@@ -117,6 +117,14 @@ def test_silent_where_little_is_free_and_no_setting_lets_the_run_fit(
     assert not context.ledger.run.fits and bool(find(context)) == is_told
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_a_run_that_does_not_fit_at_all_only_a_whole_one_has_fragmentation(ends: bool) -> None:
+    """Nothing is free where 128 MiB are refused; what the replay does later is the need of a larger GPU."""
+    context = pinned().context(140 * MIB)
+    context.ledger.trace.ended_out_of_memory = ends
+    assert bool(find(context)) is not ends
+
+
 def test_whole_segments_are_told_apart() -> None:
     b = TraceBuilder()
     b.free(*[b.new(WIDE) for _ in range(3)])

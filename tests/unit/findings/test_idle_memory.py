@@ -296,6 +296,21 @@ def test_a_single_call_after_the_training_is_a_sample_that_is_drawn() -> None:
     assert not two_models(calls=1).find()
 
 
+def test_a_model_that_is_freed_in_the_next_phase_is_the_attempt_that_has_failed() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 300 * MIB // 4)
+    b.phase(PhaseKind.BACKWARD)
+    b.use(weight)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.free(b.alloc(300 * MIB))
+    b.free(weight)
+    for step in range(2, 4):
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(b.alloc(2 * MIB))
+    exits(b)
+    assert not b.find()
+
+
 def test_a_model_counts_from_256_mib_on() -> None:
     """Weight and two states of equal size."""
     assert two_models(part_mib=86).find() and not two_models(part_mib=84).find()
