@@ -22,21 +22,20 @@ _TRAINER = "transformers/trainer"
 def find(context: Context) -> list[Finding]:
     """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model, tensors created outside modules, and tensors created inside that no later call uses count: a
-    hook may have kept these. A KV cache, other tensors created inside modules, and tensors that the rule
-    `memory-growth` reports do not.
+    Outputs of the model, tensors created outside modules, and tensors created inside a model in training mode that no
+    later call uses count: a hook may have kept these. A KV cache, other tensors created inside modules, and tensors
+    that the rule `memory-growth` reports do not.
     """
     trace = context.ledger.trace
     findings: dict[int, Finding] = {}
     for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
-        ends = [forward.end for forward in loop]
         candidates = [
             index
             for index in new_storages(context, loop[0].begin, loop[-1].end)
-            if trace.storages[index].module == NONE or index in outputs or _is_unused_later(context, index, ends)
+            if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop)
         ]
-        groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [end - 1 for end in ends]))
+        groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
         reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
         reported = {
             holder: leaks
@@ -51,10 +50,14 @@ def find(context: Context) -> list[Finding]:
     return list(findings.values())
 
 
-def _is_unused_later(context: Context, index: int, ends: list[int]) -> bool:
-    """Return whether no operator uses the storage `index` after the call that made it; `ends`: of the calls."""
+def _is_kept_unused(context: Context, index: int, loop: list[Forward]) -> bool:
+    """Return whether the storage `index` is of a call in training mode, and no operator uses it after that call.
+
+    In eval mode a model may keep a cache of its own, to be read in calls that the run did not come to.
+    """
     last_uses, birth = context.ledger.trace.last_uses, context.lifetimes.births[index]
-    return bool(last_uses) and last_uses[index] <= ends[bisect.bisect_right(ends, birth)]
+    forward = loop[bisect.bisect_right(loop, birth, key=lambda forward: forward.end)]
+    return forward.training and bool(last_uses) and last_uses[index] <= forward.end
 
 
 def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
@@ -87,7 +90,7 @@ def _make_finding(
     if exhaustion is not None:
         evidence.append(exhaustion)
     evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
-    if is_inside and all(forward.training for forward in loop):
+    if is_inside:
         source = trace.source_at(loop[-1].source)
         text = (
             f"fix: {name} is in training mode, in which hooks may keep more: call eval() before {file_and_line(source)}"

@@ -102,7 +102,9 @@ class GrowthWatch:
         # In training, tensors left by calls may still be used by a backward pass.
         if not (nodes and training) and samples.is_due():
             grown_keys = samples.find_grown_keys(
-                self._sum_live_bytes(self._calls_first_storage, self._iterate_leftover_storages(nodes, begin)),
+                self._sum_live_bytes(
+                    self._calls_first_storage, self._iterate_leftover_storages(nodes, begin if training else 0)
+                ),
                 MIN_CALL_GROWTH_BYTES,
             )
             self._search_holders(grown_keys, self._calls_first_storage)
@@ -159,11 +161,12 @@ class GrowthWatch:
                 self._has_found_sums = bool(sums)
                 self._recorder.trace.holders += sums
 
-    def _iterate_leftover_storages(self, nodes: int, call_begin: int) -> Iterator[int]:
+    def _iterate_leftover_storages(self, nodes: int, unused_since: int) -> Iterator[int]:
         """Yield the live storages that may accumulate over calls. For calls without an autograd graph (`nodes` is 0),
-        storages that modules allocate, do not return, and use from event `call_begin` on are excluded: a KV cache."""
+        storages that modules allocate and do not return, such as a KV cache, are excluded, unless no operator used them
+        from event `unused_since` on."""
         storages = self._recorder.trace.storages
-        unused = set(self._recorder.storages.iterate_unused_since(call_begin))
+        unused = set(self._recorder.storages.iterate_unused_since(unused_since))
         for index in self._recorder.storages.index_by_address.values():
             if nodes or storages[index].module == NONE or index in self._output_storages or index in unused:
                 yield index

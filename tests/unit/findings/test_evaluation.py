@@ -320,7 +320,7 @@ class TestSilentOn:
                 key = self.proj(x)
                 self.joined = key if self.joined is None else torch.cat([self.joined, key], 1)
                 self.parts.append(self.proj(x))
-                return (self.joined + torch.cat(self.parts, 1)).mean(1, keepdim=True)
+                return self.joined.mean(1, keepdim=True)
 
         def program() -> None:
             decoder = Decoder().cuda().eval()
