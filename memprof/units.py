@@ -105,7 +105,7 @@ def _parse_number(text: str) -> Decimal | None:
     match = _COUNT.fullmatch(text)
     if match is None:
         return None
-    return Decimal(match[1].replace(",", "").replace("_", "")) * _COUNT_SUFFIX[match[2].lower()]
+    return Decimal(match[1].replace(",", "")) * _COUNT_SUFFIX[match[2].lower()]
 
 
 def format_ranges(numbers: Iterable[int]) -> str:

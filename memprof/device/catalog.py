@@ -144,5 +144,4 @@ def _read_capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _index_by_folded_name() -> dict[str, Gpu]:
-    # Reversed: the first GPU with a name keeps the name.
-    return {_fold_name(name): gpu for gpu in reversed(list_gpus()) for name in (gpu.key, gpu.name, *gpu.aliases)}
+    return {_fold_name(name): gpu for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases)}

@@ -38,15 +38,12 @@ class LayerSettings:
     @property
     def compute_itemsize(self) -> int:
         """Return the bytes of an element in matrix products."""
-        if self.amp:
-            return 2
-        return self.stream_itemsize if self.quantize else self.itemsize
+        return 2 if self.amp else self.itemsize
 
     @property
     def stream_itemsize(self) -> int:
         """Return the bytes of an element of the hidden states between layers."""
-        # PEFT prepares quantized models for training in float32 (prepare_model_for_kbit_training).
-        return FLOAT32 if self.amp or (self.quantize and self.lora_rank and self.training) else self.itemsize
+        return FLOAT32 if self.amp else self.itemsize
 
     @property
     def has_mask(self) -> bool:
@@ -138,9 +135,5 @@ class Projections:
         down = tape.record([x_cast], rank, lora_itemsize, saves=[x_cast], trains=True, name="LoRA", drops=[x_cast])
         up = tape.record([down], columns, lora_itemsize, saves=[down], trains=True, drops=[down])
         scaled = tape.record([up], columns, lora_itemsize, drops=[up])
-        if self.setting.quantize and not self.setting.amp:
-            # peft/tuners/lora/bnb.py casts before it adds.
-            cast = tape.cast(scaled, itemsize, drops=[scaled])
-            return tape.add(output, cast, name, drops=[output, cast])
         total = tape.add(output, scaled, name, drops=[output, scaled])
         return tape.cast(total, itemsize, name, drops=[total])

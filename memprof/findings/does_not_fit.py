@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memprof.findings.evidence import caller_key, file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
+from memprof.findings.evidence import caller_key, file_and_line, format_shape, percent, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.ledger.categories import Category
+from memprof.findings.suggestions import list_fix_names, suggest
 from memprof.ledger.stage_amounts import OutOfMemoryMoment
 from memprof.ledger.stages import Span, format_stage
-from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
 MAX_LIVE_KINDS = 3  # of tensors that are named where memory runs out
 MIN_LIVE_SHARE = 0.1  # of the memory of the GPU
-MIN_SHARE = 0.05  # of the peak: smaller categories are not listed, and get no fixes
+MIN_SHARE = 0.05  # of the peak: smaller categories are not listed
 
 
 @rule(30)
@@ -63,9 +62,9 @@ def find(context: Context) -> list[Finding]:
         f"{at_least}{format_bytes(needed_bytes)}, {format_bytes(shortfall)} more than the "
         f"{format_bytes(oom.limit_bytes)} there are"
     )
-    return [
-        Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _suggest_category_fixes(context))
-    ]
+    found = suggest(context)
+    fixes = list_fix_names(found)
+    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), fixes, suggestions=found)]
 
 
 def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Evidence]:
@@ -96,15 +95,3 @@ def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Eviden
 def stage_text(span: Span) -> str:
     """Return the stage and step of `span` as text: "layer 3 of step 1"."""
     return format_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
-
-
-def _suggest_category_fixes(context: Context) -> tuple[str, ...]:
-    """Return the fixes that reduce large categories, those for the largest category first."""
-    ledger = context.ledger
-    problems = []
-    for category, num_bytes in ledger.sum_by_category().items():
-        if num_bytes < MIN_SHARE * ledger.peak_bytes:
-            continue
-        in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP
-        problems.append("optimizer-step-temporaries" if in_step else category.value)
-    return suggest_fixes(context, *problems)

@@ -59,34 +59,37 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 # -- fixes -------------------------------------------------------------------------------------------------------
 
 
-def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return fixes against `problems` (categories or ids of findings), best first, that the run could still apply."""
-    spec = context.spec
-    on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
+def suggest_fixes(context: Context, problem: str) -> tuple[str, ...]:
+    """Return fixes whose entry names `problem`, the id of a finding, best first, that the run could still apply."""
+    return tuple(fix.name for fix in find_fixes_for(problem) if is_applicable(context, fix))
+
+
+def is_applicable(context: Context, fix: Fix) -> bool:
+    """Return whether the run could still apply `fix`: it is not on, goes with those that are, and suits the run."""
+    spec, trace = context.spec, context.ledger.trace
+    on = {name.partition("=")[0] for name in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(list_active_fixes(spec))
-    trace = context.ledger.trace
-    on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
+    on |= {other.name for other in FIXES.values() if other.compiles and trace.compiling is not None}
+    if fix.name in on or any(find_conflict(fix, other) for other in on):
+        return False
+    if (fix.training_only and is_inference(trace)) or (fix.for_float32 and has_half_tensors(trace)):
+        return False
+    if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
+        return False
+    if fix.for_models and (spec is None or spec.npt is None):
+        return False
+    return spec is None or find_useless_reason(fix, spec) is None
+
+
+def is_inference(trace: Trace) -> bool:
+    """Return whether a run only infers; without a known forward, or where memory ran out early, it may be training."""
     kinds = {phase.kind for phase in trace.phases}
-    # A run without a known forward, or one that ran out of memory early, may be training.
-    is_inference = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
+    return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
-    has_half_tensors = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
-    def helps(fix: Fix) -> bool:
-        if (fix.training_only and is_inference) or (fix.for_float32 and has_half_tensors):
-            return False
-        if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
-            return False
-        if fix.for_models and (spec is None or spec.npt is None):
-            return False
-        return spec is None or find_useless_reason(fix, spec) is None
-
-    helpful = dict.fromkeys(fix.name for problem in problems for fix in find_fixes_for(problem))
-    return tuple(
-        name
-        for name in helpful
-        if name not in on and not any(find_conflict(FIXES[name], other) for other in on) and helps(FIXES[name])
-    )
+def has_half_tensors(trace: Trace) -> bool:
+    """Return whether any tensor of the run is in half precision."""
+    return any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------

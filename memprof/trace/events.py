@@ -276,6 +276,7 @@ class Holder(NamedTuple):
     nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
+    has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
 
     @property
     def is_handler(self) -> bool:
@@ -293,6 +294,17 @@ class CycleKind(enum.StrEnum):
 
 
 HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
+AUTOCAST_KIND = "autocast"  # that of an autocast block, which keeps copies of weights; `source` is its line
+
+
+class VmapCall(NamedTuple):
+    """One call that torch.func.vmap makes of a function for a batch, or for a chunk of it."""
+
+    begin: int  # events before the call; `end`: before its return
+    end: int
+    rows: int  # size of the batch or chunk
+    function: str  # the function of torch.func that the program called: vmap, jacrev, jacfwd
+    source: int  # index in Trace.sources: the line that calls it
 
 
 class GraphBreak(NamedTuple):
@@ -423,6 +435,7 @@ class Trace:
     idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
     # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.
     error_holders: list[Holder] = field(default_factory=list)
+    vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)

@@ -234,6 +234,11 @@ def _check_references(trace: Trace) -> None:
         and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
     ):
         raise ValueError("a forward or a holder points outside its tables")
+    if any(
+        not 0 <= call.begin <= call.end <= len(trace.events) or call.source >= len(trace.sources)
+        for call in trace.vmaps
+    ):
+        raise ValueError("a call of vmap points outside its tables")
     for storage in trace.storages:
         if storage.num_bytes < 0 or min(storage.shape, default=0) < 0:
             raise ValueError("a storage has a negative size")

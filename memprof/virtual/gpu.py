@@ -79,7 +79,7 @@ class VirtualGpu(Watch):
         )
         if gpu_options.raises_oom:
             self.recorder.storages.find_oom_message = self._oom_message
-            self.recorder.storages.on_out_of_memory = self._caught_errors.record_error
+            self.recorder.storages.on_out_of_memory = self._record_out_of_memory
         self._context.values.policy.on_unknown_read = self._record_unknown_read
         self.dispatch_mode = self._context.dispatch_mode
         self._updates = self.dispatch_mode.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
@@ -135,6 +135,11 @@ class VirtualGpu(Watch):
         if message is not None:
             self._set_registered_roles()
         return message
+
+    def _record_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
+        self._caught_errors.record_error(error)
+        if self.phases.is_recognizing:
+            self._idle.record_out_of_memory()
 
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._set_registered_roles()

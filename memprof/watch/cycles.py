@@ -145,6 +145,6 @@ def _find_closing_line(kinds: Sequence[type], attribute: str) -> str | None:
     parts = [getattr(part, "__func__", part) for kind in kinds for part in vars(kind).values()]
     methods = [inspect.unwrap(part) for part in parts if isinstance(part, types.FunctionType)]
     codes = [method.__code__ for method in methods if is_program(method.__code__)]
-    lines = [line for code in codes if (line := find_attribute_line(code, attribute)) is not None]
+    lines = [line for code in codes if (line := find_attribute_line([code], attribute)) is not None]
     own = (kind for kind in kinds if any(code.co_qualname.startswith(f"{kind.__qualname__}.") for code in codes))
     return lines[0] if lines else next((find_class_line(kind) for kind in own), None)

@@ -158,6 +158,9 @@ class Phases:
             self._end_step(None)
         if self._has_step_ended and (self.optimizers or not self.num_forwards):  # no model: parameters without a module
             self._begin_step()
+        elif self.is_recognizing and self._has_run_backward and not self.num_forwards:  # no call begins a micro-batch
+            self._has_run_backward = False
+            self._micro_batch += 1
         self._begin(PhaseKind.BACKWARD)
 
     def record_backward_end(self, *, accumulates: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from types import CodeType
 
@@ -20,6 +21,12 @@ GENERATED_CODE_FOLDERS: list[str] = []  # folders into which a running compiler 
 def is_program(code: CodeType) -> bool:
     """Return whether `code` belongs to the program; memprof's own workloads count as programs."""
     return is_program_file(code.co_filename)
+
+
+def is_program_class(kind: type) -> bool:
+    """Return whether the class `kind` belongs to the program."""
+    file_name = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file_name is not None and is_program_file(file_name)
 
 
 def is_own_file(file_name: str) -> bool:

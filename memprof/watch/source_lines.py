@@ -8,6 +8,7 @@ import functools
 import inspect
 import linecache
 import re
+from collections.abc import Iterable
 from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
@@ -88,12 +89,19 @@ def find_assignment_line(code: CodeType, variable: str) -> str | None:
     return None
 
 
-def find_attribute_line(code: CodeType, attribute: str) -> str | None:
-    """Return `file:line function` of the first line of `code` that assigns to an `attribute`; None if there is none."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions is not None:
-            return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
-    return None
+def find_attribute_line(codes: Iterable[CodeType], attribute: str) -> str | None:
+    """Return `file:line function` of the only line of `codes`, and of the functions within them, that assigns to an
+    attribute of this name (`x.attribute = ...`); None if there is none, or several."""
+    pending, lines = list(codes), set()
+    while pending:
+        current = pending.pop()
+        pending += [constant for constant in current.co_consts if isinstance(constant, CodeType)]
+        lines |= {
+            f"{current.co_filename}:{instruction.positions.lineno} {current.co_name}"
+            for instruction in dis.get_instructions(current)
+            if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions
+        }
+    return lines.pop() if len(lines) == 1 else None
 
 
 def format_code_line(code: CodeType) -> str:

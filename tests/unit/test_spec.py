@@ -17,9 +17,9 @@ NPT = {"npt": "chunked"}
 # What is refused, a word of the message, and the change that makes it acceptable.
 REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"model": ""}, "--model-size", {"model": "gpt2"}),
-    ({"batch_size": 0}, "--batch-size must be at least 1", {"batch_size": 1}),
-    ({"steps": 0}, "--steps must be at least 1", {"steps": 1}),
     ({"dtype": "int8"}, "--dtype", {"dtype": "float16"}),
+    ({"mode": "serve"}, "--mode", INFERENCE),
+    ({"device": "tpu"}, "--device", {"device": "cpu"}),
     ({"optimizer": "adamw", "optimizer_impl": "best"}, "--optimizer-impl", {"optimizer_impl": "single"}),
     ({"optimizer": "rmsprop", "optimizer_impl": "fused"}, "no fused implementation", {"optimizer_impl": "foreach"}),
     ({"optimizer": "adagrad", "optimizer_impl": "fused"}, "no fused implementation", {"optimizer": "adamw"}),
@@ -37,17 +37,17 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"new_tokens": 8}, "for inference", INFERENCE),
     ({"amp": "bfloat16", "dtype": "bfloat16"}, "in float32", {"dtype": "float32"}),
     ({"lora_rank": 8}, "needs an adapter", ADAPTER),
-    ({"lora_targets": "q_proj"}, "needs an adapter", ADAPTER),
+    ({"lora_targets": "q_proj"}, "--lora-targets needs an adapter", ADAPTER),
     ({"lora_dropout": 0.1}, "needs an adapter", ADAPTER),
     ({"lora_dropout": 1.0, **ADAPTER}, "less than 1", {"lora_dropout": 0.999}),
     ({"lora_dropout": -0.1, **ADAPTER}, "less than 1", {"lora_dropout": 0.0}),
-    ({"lora_targets": "q_proj,,v_proj", **ADAPTER}, "an empty name", {"lora_targets": "q_proj, v_proj"}),
+    ({"lora_targets": "q_proj,,v_proj", **ADAPTER}, "--lora-targets has an empty", {"lora_targets": "q_proj, v_proj"}),
     ({"freeze": "*.bias,"}, "an empty name", {"freeze": "*.bias"}),
     ({"freeze": "*.bias", **ADAPTER}, "freezes the whole model", {"adapter": None}),
     ({"freeze": "*.bias", **INFERENCE}, "for training", {"mode": "train"}),
     ({"evaluate": True, **INFERENCE}, "for training", {"evaluate": False}),
-    ({"npt_rank": 8}, "needs --npt", NPT),
-    ({"npt_chunk": 8}, "needs --npt", NPT),
+    ({"npt_num_ranks": 8}, "--npt-num-ranks needs --npt", NPT),
+    ({"npt_init": "fast"}, "--npt-init needs --npt", NPT),
     ({**NPT, **ADAPTER}, "freezes the whole model", {"adapter": None}),
     ({**NPT, "freeze": "*.bias"}, "freezes the whole model", {"freeze": None}),
     ({**NPT, "npt_combine": "batched"}, "several components", {"npt_num_ranks": 2}),
@@ -73,7 +73,13 @@ def test_is_refused_and_the_change_is_not(given: dict[str, Any], message: str, c
 @pytest.mark.parametrize(
     ("given", "filled"),
     [
-        ({}, {"steps": 2, "lora_rank": None, "mode": Mode.TRAIN, "npt_rank": None}),
+        ({}, {
+            "steps": 2, "lora_rank": None, "mode": Mode.TRAIN, "npt_rank": None, "model_is_size": False,
+            "batch_size": 1, "trust_remote_code": False, "double_quant": True, "optimizer": "adamw", "evaluate": False,
+            "compile": False, "compile_layers": False, "workspaces": True, "activation_checkpointing": False,
+            "gradient_accumulation": 1, "alloc_conf": None, "device": "virtual", "detail": False, "gpu": "h100-80gb",
+            "gpu_vram_bytes": None, "gpus": 1, "host_memory_bytes": None,
+        }),
         ({"lengths": "alpaca"}, {"steps": 200}),
         ({"lengths": "alpaca", "steps": 5}, {"steps": 5}),
         (ADAPTER, {"lora_rank": 8}),
@@ -83,10 +89,19 @@ def test_is_refused_and_the_change_is_not(given: dict[str, Any], message: str, c
         ({**NPT, "npt_num_ranks": 4, "npt_combine": "batched"}, {"npt_combine": "batched"}),
         ({"mode": "inference", "fixes": ["compile"]}, {"mode": Mode.INFERENCE, "fixes": ("compile",)}),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_given_is_filled_in(given: dict[str, Any], filled: dict[str, Any]) -> None:
     spec = TargetSpec(model="gpt2", **given)
     assert {name: getattr(spec, name) for name in filled} == filled
+
+
+NUMBERS = [field.name for field in dataclasses.fields(TargetSpec) if field.type in ("int", "int | None")]
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "rank" and not name.endswith("_bytes")])
+def test_what_is_counted_is_at_least_one(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} must be at least 1"):
+        TargetSpec(model="gpt2", **{name: 0})
 
 
 def test_an_edit_is_checked() -> None:
@@ -112,6 +127,7 @@ def test_abbreviations_of_dtypes(text: str, dtype: str) -> None:
         ("2--1", 4, [2, 3]),
         (" 1 ", 4, [1]),
         ("7,7", None, [7]),
+        ("5,-1", None, [-1, 5]),
         ("2-5", None, [2, 5]),  # without a count only the syntax matters
     ],
 )
@@ -147,8 +163,21 @@ def test_options_are_fields_with_flags() -> None:
         "number": "--number", "quick": "--no-quick", "slow_start": "--slow-start", "named": "--called",
         "batch_size": "--batch-size", "gpu": "--gpu",
     }  # fmt: skip
+    assert (options["number"].panel, options["number"].help) == ("Panel", "How many.")
     assert options["number"].metavar == "COUNT" and options["number"].parse is not None
     assert options["number"].parse("2k") == 2000
+
+
+def test_options_of_a_target() -> None:
+    options = get_options(TargetSpec)
+    assert {name: (about.flag, about.instead_of) for name, about in options.items() if about.instead_of} == {
+        "model_is_size": ("--model-size", "model"), "gpu_vram_bytes": ("--gpu-vram", "gpu"),
+    }  # fmt: skip
+    assert [options[name].parse("bf16") for name in ("dtype", "amp")] == ["bfloat16", "bfloat16"]
+    for name, about in options.items():
+        assert bool(about.choices) >= ("{choices}" in about.help)
+        if name.endswith("_bytes"):
+            assert about.parse("2") == 2 << 30 and not about.flag.endswith("-bytes")
 
 
 def test_an_option_is_repeated_with_changes() -> None:

@@ -423,7 +423,10 @@ def _render_finding(number: int, finding: Finding) -> RenderableType:
     lines = [title.append(finding.title), *(_render_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
-    if finding.fixes:
+    if finding.suggestions:
+        lines.append(Text("   Suggested fixes:", style="green"))
+        lines += [Text(f"   - {suggestion.text}", style="green") for suggestion in finding.suggestions]
+    elif finding.fixes:
         lines.append(Text("   Suggested fixes: " + ", ".join(map(_format_fix_option, finding.fixes)), style="green"))
     return Group(*lines)
 

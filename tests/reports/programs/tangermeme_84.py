@@ -3,6 +3,7 @@
 # run: --gpu rtx-3060-12gb
 # first: idle-memory
 # fix: del | drop
+# also: idle-memory
 import torch
 from torch import nn
 

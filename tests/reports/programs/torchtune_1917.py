@@ -1,7 +1,7 @@
 # meta-pytorch/torchtune#1917: losses of all micro-batches are summed, and backward is called once, at the end.
 # resolved: backward for each micro-batch, and gradients scaled before the optimizer's step.
 # run: --gpu rtx-3060-12gb
-# first: does-not-fit | idle-memory
+# first: memory-growth | does-not-fit | idle-memory
 # fix: backward
 import torch
 from torch import nn

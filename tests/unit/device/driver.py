@@ -33,6 +33,7 @@ class FakeGpu:
     total: int = 81559 * MIB
     used: int = 2 * GIB
     reserved: int = 551 * MIB
+    counts_reserved: bool = False  # As used, which some drivers do.
     compute: list[FakeProcess] = field(default_factory=list)
     graphics: list[FakeProcess] = field(default_factory=list)
     slices: list[FakeGpu] = field(default_factory=list)
@@ -93,7 +94,7 @@ class FakeDriver:
         buffer.value = b"580.65.06"
 
     def c_nvmlSystemGetCudaDriverVersion(self, version):
-        version._obj.value = 13000
+        version._obj.value = 12080
 
     def c_nvmlSystemGetProcessName(self, pid, buffer, length):
         known = {process.pid: process.name for gpu in self.gpus for process in [*gpu.compute, *gpu.graphics]}
@@ -123,7 +124,8 @@ class FakeDriver:
     def c_nvmlDeviceGetMemoryInfo_v2(self, gpu, memory):
         info = memory._obj
         assert info.version == pynvml.nvmlMemory_v2
-        info.total, info.used, info.reserved = gpu.total, gpu.used, gpu.reserved
+        info.total, info.reserved = gpu.total, gpu.reserved
+        info.used = gpu.used + gpu.reserved * gpu.counts_reserved
         info.free = gpu.total - gpu.used - gpu.reserved
 
     def c_nvmlDeviceGetUtilizationRates(self, gpu, rates):

@@ -34,9 +34,15 @@ REPORTED_GIB = {
 }  # fmt: skip
 
 
-def test_there_are_enough() -> None:
-    assert len(KEYS) >= 36
-    assert len(set(KEYS)) == len(KEYS)
+# One direction of all NVLinks, in GB/s: half of what data sheets have.
+NVLINK_GB = {
+    "b300": 900, "b200": 900, "gh200-96gb": 450, "h200-141gb": 450, "h100-80gb": 450, "h20-96gb": 450, "a100-80gb": 300,
+    "a100-40gb": 300, "a800-80gb": 200, "v100-32gb": 150, "v100-16gb": 150,
+}  # fmt: skip
+
+
+def test_there_are_those_of_the_table() -> None:
+    assert sorted(KEYS) == sorted(MARKETING_GIB)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -59,7 +65,9 @@ def test_figures_are_plausible(key: str) -> None:
     assert 0 <= minor <= 9
     assert 8 <= gpu.num_sms <= 304
     assert 190e9 < gpu.memory_bandwidth < 9e12
-    assert 15e9 < gpu.host_bandwidth <= 450e9 < gpu.memory_bandwidth * 3
+    assert gpu.host_bandwidth in (15_750_000_000, 31_500_000_000, 63_000_000_000, 450_000_000_000)  # PCIe 3, 4, 5; C2C
+    assert (gpu.nvlink_bandwidth or 0) == NVLINK_GB.get(key, 0) * 10**9
+    assert gpu.link_bandwidth == (gpu.nvlink_bandwidth if key in NVLINK_GB else gpu.host_bandwidth)
     assert gpu.l2_bytes is None or 2e6 < gpu.l2_bytes < 200e6
     assert gpu.sources
 
@@ -148,9 +156,20 @@ def test_custom_gpu_takes_the_capacity_and_says_what_it_assumed() -> None:
     assert gpu.key == "custom"
     assert gpu.total_bytes == 10 * GIB
     assert (gpu.compute_capability, gpu.memory_bandwidth) == (model.compute_capability, model.memory_bandwidth)
-    assert "A100" in gpu.note
+    assert (gpu.name, gpu.capacity_kind, gpu.sources) == ("custom GPU with 10.00 GiB", "given", ("given by the user",))
+    assert not gpu.aliases and "A100" in gpu.note
+    assert custom_gpu(1).total_bytes == 1
     with pytest.raises(UsageError):
         custom_gpu(0)
+
+
+@pytest.mark.parametrize(
+    ("gib", "smallest"),
+    [(80, "h100-80gb: 79.10"), (8, "rtx-3070: 7.57"), (11, "rtx-2080-ti: 10.57"), (9.5, None), (0, None), (1, None)],
+)
+def test_custom_gpu_names_the_smallest_that_is_sold_with_so_many_gigabytes(gib: float, smallest: str | None) -> None:
+    note = custom_gpu(int(gib * GIB) or 1).note
+    assert re.findall(r"--gpu (.*?) GiB", note) == ([] if smallest is None else [smallest])
 
 
 def test_a_gpu_cannot_be_changed() -> None:

@@ -41,12 +41,17 @@ def test_variables_that_are_set():
     ("variables", "said"),
     [
         ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "hides every GPU"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "torch reads the first"),
     ],
 )
 def test_what_does_not_fit_together(variables, said):
     assert any(said in note for note in read_environment(variables=variables).notes)
-    assert not any(said in note for note in read_environment(variables={}).notes)
+    for fitting in (
+        {}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "a:1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:1"},
+    ):  # fmt: skip
+        assert not any(said in note for note in read_environment(variables=fitting).notes)
 
 
 @pytest.mark.parametrize(

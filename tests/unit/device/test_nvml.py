@@ -13,11 +13,12 @@ from memprof.device.nvml import Nvml, read_gpu_usage, read_gpus
 from tests.unit.device.driver import GIB, MIB, FakeGpu, FakeProcess
 
 
-def test_a_gpu(driver):
-    fake = driver(FakeGpu())
+@pytest.mark.parametrize("counts_reserved", [False, True])
+def test_a_gpu(driver, counts_reserved):
+    fake = driver(FakeGpu(counts_reserved=counts_reserved))
     reading = read_gpus()
     (gpu,) = reading.gpus
-    assert (reading.driver_version, reading.cuda_version, reading.notes) == ("580.65.06", "13.0", ())
+    assert (reading.driver_version, reading.cuda_version, reading.notes) == ("580.65.06", "12.8", ())
     assert (gpu.index, gpu.name, gpu.uuid) == (0, "NVIDIA H100 80GB HBM3", FakeGpu().uuid)
     assert (gpu.total_bytes, gpu.used_bytes, gpu.reserved_bytes) == (81559 * MIB, 2 * GIB, 551 * MIB)
     assert gpu.used_bytes + gpu.free_bytes + gpu.reserved_bytes == gpu.total_bytes
@@ -26,6 +27,11 @@ def test_a_gpu(driver):
     # Two gigabytes and nobody on it: they are somebody's who cannot be seen.
     assert len(gpu.notes) == 1 and "no process is listed" in gpu.notes[0]
     assert fake.opened == 0
+
+
+def test_a_gpu_of_which_the_driver_alone_uses_a_gibibyte(driver):
+    driver(FakeGpu(used=GIB))
+    assert read_gpus().gpus[0].notes == ()
 
 
 def test_a_driver_without_version_two_counts_what_it_keeps_as_used(driver):
@@ -39,15 +45,21 @@ def test_processes_largest_first_and_each_once(driver):
     both = FakeProcess(4_000_001, 1 * GIB, b"/opt/game")
     driver(
         FakeGpu(
-            compute=[both, FakeProcess(4_000_002, 5 * GIB, b"python3")],
-            graphics=[both, FakeProcess(4_000_003, 100 * MIB, b"/usr/lib/xorg/Xorg -core")],
+            compute=[both, FakeProcess(4_000_005, GIB, b"late"), FakeProcess(4_000_002, 5 * GIB, b"python3")],
+            graphics=[
+                FakeProcess(4_000_004, GIB, b"early"),
+                both,
+                FakeProcess(4_000_003, MIB, b"/usr/lib/xorg/Xorg -core"),
+            ],
         )
     )
     (gpu,) = read_gpus().gpus
     assert [(p.pid, p.name, p.used_bytes, p.kind) for p in gpu.processes] == [
         (4_000_002, "python3", 5 * GIB, "compute"),
         (4_000_001, "game", 1 * GIB, "compute"),
-        (4_000_003, "Xorg", 100 * MIB, "graphics"),
+        (4_000_004, "early", 1 * GIB, "graphics"),
+        (4_000_005, "late", 1 * GIB, "compute"),
+        (4_000_003, "Xorg", MIB, "graphics"),
     ]
     assert gpu.notes == ()
 
@@ -198,6 +210,7 @@ def test_use_of_a_slice_is_of_its_processes(driver):
     use = read_gpu_usage("mig-AAAA")
     assert (use.total_bytes, use.used_bytes, use.own_bytes) == (40448 * MIB, 3 * GIB, GIB)
     assert [process.pid for process in use.by_process] == [os.getpid()]
+    assert [process.pid for process in read_gpu_usage("MIG-bbbb").by_process] == [4_000_002]
 
 
 def test_use_of_a_gpu(driver):

@@ -1,57 +1,342 @@
-"""What a layer keeps, by hand: see docs/estimate.md."""
+"""What the parts of a small decoder layer save and take, forward and backward, in bytes that are counted by hand.
+
+Sizes are those of one token unless it says otherwise: 64 elements are 128 bytes in half precision and 256 in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
-from memprof.estimate.geometry import build_from_model
-from memprof.estimate.layers import record_layer
+from memprof.estimate.layers import DecoderLayer, record_layer
 from memprof.estimate.projections import LayerSettings
+from memprof.estimate.tape import Tape, Tensor
+from tests.unit.estimate.tiny import TINY, run
 
 
-def kept_per_token(model, **setting):
-    geometry = build_from_model(model).geometry
-    tape, kept = record_layer(LayerSettings(geometry, 1, 512, **{"itemsize": 2, **setting}))
-    assert tape.training
-    assert kept % 512 == 0
-    return kept // 512
+def make(
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    itemsize: int = 2,
+    batch: int = 1,
+    length: int = 1,
+    **setting: Any,
+) -> DecoderLayer:
+    layer = LayerSettings(dataclasses.replace(TINY, **changes), batch, length, itemsize, **setting)
+    return DecoderLayer(Tape(layer.tokens, layer.training), layer)
 
 
-def test_llama_in_half_precision():
-    h, q, kv, i, heads = 2048, 2048, 512, 8192, 32
-    norm = 4 * h + 4 + 2 * h + 2 * h  # float32 copy, statistics, before its weight, result
-    attention = 2 * (q + kv + kv) + 2 * q + 4 * heads  # query, key, value; output and row sums
-    mlp = 4 * 2 * i  # gate, activated gate, up, product
-    assert kept_per_token("llama-3.2-1b") == 2 * norm + attention + mlp
-
-
-def test_a_frozen_layer_keeps_what_its_inputs_gradients_need():
-    h, q, kv, i, heads, rank = 2048, 2048, 512, 8192, 32, 8
-    norms = 2 * (4 * h + 4)
-    adapters = 4 * h + 4 * rank + 4 * h + 4 * rank  # the norm's output in float32, for q and for v
-    attention = 2 * (q + kv + kv) + 2 * q + 4 * heads
-    assert (
-        kept_per_token("llama-3.2-1b", trains_weights=False, lora_rank=8, lora_targets=("q", "v"))
-        == norms + adapters + attention + 6 * i
-    )
-
-
-def test_opt_keeps_the_result_of_relu_and_dropout_masks():
-    h, i, heads = 2048, 8192, 32
-    norms = 2 * (2 * h + 8 + 2 * h)
-    assert kept_per_token("opt-1.3b") == norms + 2 * 3 * h + 2 * h + 4 * heads + 2 * i + 2 * h
-
-
-def test_grouped_heads_in_float32_make_scores():
-    few, many = (
-        record_layer(LayerSettings(build_from_model("llama-3.2-1b").geometry, 1, length, 4))[1] / length
-        for length in (512, 1024)
-    )
-    assert many - few == 4 * 32 * 512
+def tensors(layer: DecoderLayer, *widths: int, itemsize: int = 2) -> list[Tensor]:
+    """Return tensors of these widths, which are live and need gradients."""
+    return [layer.tape.allocate(width, itemsize, needs_grad=True, name=f"t{width}") for width in widths]
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt2", "pythia-70m", "qwen3-0.6b", "gemma-3-1b", "phi-2", "phi-3-mini", "olmo-2-1b"]
+    ("changes", "setting", "expected"),
+    [
+        # float32 and statistics are saved, and what the weight scales; backward, the weight's gradient, the input in
+        # float32, and three gradients of its size.
+        ({}, {}, (256 + 4 + 128, 256 + 4 + 256 + 128, 128, 128 + 4 * 256)),
+        ({}, {"trains_weights": False}, (256 + 4, 256 + 4 + 256 + 128, 0, 4 * 256)),
+        # The input is float32 already, and counted with what made it.
+        ({}, {"itemsize": 4, "amp": True}, (4 + 256, 4 + 256 + 256, 256, 4 + 4 * 256)),
+        # Scaled in float32, and half precision last.
+        ({"norm": "gemma"}, {}, (256 + 4 + 256, 256 + 4 + 256 + 256 + 128, 128, 256 + 4 + 4 * 256)),
+        ({"norm": "olmo"}, {}, (256 + 4 + 256, 256 + 4 + 256 + 256 + 128, 128, 256 + 4 + 4 * 256)),
+        # Mean and deviation; weight and bias.
+        ({"norm": "layer"}, {}, (8, 128 + 8, 256, 8 + 128 + 128 + 256)),
+        ({"norm": "layer"}, {"trains_weights": False}, (8, 128 + 8, 0, 8 + 128 + 128)),
+    ],
+)  # fmt: skip
+def test_a_norm(changes: dict, setting: dict, expected: tuple) -> None:
+    layer = make(changes, **setting)
+    x = layer.tape.add_input(64, layer.setting.stream_itemsize, needs_grad=True, name="x")
+    output = layer.record_norm(x, "normed")
+    assert (output.width, output.itemsize, output.name) == (64, layer.setting.stream_itemsize, "normed")
+    assert run(layer.tape, output) == expected
+    assert not layer.tape.live - x.num_bytes - expected[2]
+
+
+def test_a_norm_under_autocast_is_in_float32() -> None:
+    layer = make({"norm": "layer"}, itemsize=4, amp=True)
+    (x,) = tensors(layer, 64)
+    assert layer._record_layer_norm(x, "normed").itemsize == 4
+    assert layer.tape.saved_bytes == 256 + 8 and layer.tape.live == 128 + 256 + 8 + 256
+
+
+@pytest.mark.parametrize(("qk_norm", "rows", "weights"), [("head", 4, 16), ("hidden", 1, 64)])
+def test_a_norm_of_each_head_has_statistics_of_each(qk_norm: str, rows: int, weights: int) -> None:
+    layer = make({"qk_norm": qk_norm})
+    (x,) = tensors(layer, 64)
+    output = layer._normalize_heads(x, "query", 4)
+    assert output.name == "query, normed" and x.num_references == 0
+    assert run(layer.tape, output)[::2] == (256 + 4 * rows + 128, 2 * weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "peak", "itemsize"),
+    [
+        # Beside the input: its product with the cosines, its halves turned and one of them negated, their product, sum.
+        ({}, {}, 128 + 2 * 128 + 128, 2),
+        ({}, {"itemsize": 4, "amp": True}, 128 + 256 + 256 + 256, 4),
+        # A quarter of each head; the whole is joined again.
+        ({"rotary_fraction": 0.25}, {}, 128 + 32 + 128, 2),
+    ],
 )
-def test_more_precision_and_more_trained_is_more(model):
-    half = kept_per_token(model)
-    assert kept_per_token(model, trains_weights=False) < half < kept_per_token(model, itemsize=4)
-    assert kept_per_token(model, itemsize=4, amp=True) > half
+def test_rotary_positions(changes: dict, setting: dict, peak: int, itemsize: int) -> None:
+    layer = make(changes, **setting)
+    (x,) = tensors(layer, 64)
+    output = layer.record_rotary(x, "query")
+    assert (layer.tape.peak, layer.tape.live, layer.tape.saved_bytes) == (peak, 64 * itemsize, 0)
+    assert (output.width, output.itemsize, output.name) == (64, itemsize, "query")
+
+
+def test_rotary_positions_negate_half_of_what_they_turn() -> None:
+    layer = make()
+    x = layer.tape.add_input(64, 2, needs_grad=True, name="x")
+    layer.tape.add_bytes(0)
+    layer.record_rotary(x, "query")
+    assert layer.tape.peak == 3 * 128
+    layer = make(itemsize=4, amp=True)
+    layer.record_rotary(layer.tape.add_input(64, 2, needs_grad=True, name="x"), "query")
+    assert layer.tape.peak == 3 * 256
+
+
+def test_no_rotary_positions() -> None:
+    layer = make({"rotary_fraction": 0.0})
+    (x,) = tensors(layer, 64)
+    assert layer.record_rotary(x, "query") is x and x.num_references == 1
+
+
+# Three sequences of ten tokens: a query has 3,840 bytes in half precision, keys and values 1,920 each.
+Q, K = 30 * 64 * 2, 30 * 32 * 2
+SUMS = 4 * 3 * 4 * 10
+
+
+def attend(layer: DecoderLayer, itemsize: int = 2) -> Tensor:
+    output = layer.record_attention(*tensors(layer, 64, layer.g.kv_width, layer.g.kv_width, itemsize=itemsize))
+    assert output.name == "attention output"
+    return output
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "tensors_bytes", "extra", "temporaries"),
+    [
+        # Flash: sums of float32 for 128 rows and 32 columns of each head, and keys and values of all heads, beside the
+        # gradients.
+        ({}, {}, 2 * Q + 2 * K, SUMS, 4 * 3 * 4 * 128 * 33 + 2 * Q),
+        ({"kv_heads": 4}, {}, 4 * Q, SUMS, 4 * 3 * 4 * 128 * 33),
+        # Memory-efficient, with a mask: keys and values of all heads are saved, and the mask, its rows of 16 elements.
+        ({}, {"padded": True}, 4 * Q, SUMS + 960, SUMS),
+        # ... but of one head they are not repeated.
+        ({"kv_heads": 1}, {"padded": True}, 2 * Q + K, SUMS + 960, SUMS),
+        # ... and in float32.
+        ({"kv_heads": 4}, {"itemsize": 4}, 8 * Q, SUMS, SUMS),
+    ],
+)  # fmt: skip
+def test_fused_attention(changes: dict, setting: dict, tensors_bytes: int, extra: int, temporaries: int) -> None:
+    """Inputs and result are saved, and something extra; each has a gradient, beside temporaries."""
+    layer = make(changes, batch=3, length=10, **setting)
+    saved = tensors_bytes + extra
+    expected = saved, saved, 0, saved + tensors_bytes + temporaries
+    assert run(layer.tape, attend(layer, layer.setting.itemsize)) == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "rows", "columns"),
+    [
+        (16, 128, 128, 32),
+        (16, 129, 256, 32),
+        (33, 10, 128, 64),
+        (128, 10, 128, 128),
+        (129, 10, 128, 192),
+        (256, 10, 128, 256),
+    ],
+)
+def test_flash_attention_pads_rows_and_heads(head_dim: int, length: int, rows: int, columns: int) -> None:
+    layer = make({"head_dim": head_dim, "kv_heads": 4}, length=length)
+    output = layer.record_attention(*tensors(layer, *3 * [4 * head_dim]))
+    one = output.num_bytes
+    assert run(layer.tape, output)[3] == 8 * one + 16 * length + 16 * rows * (1 + columns)
+
+
+def test_larger_heads_than_256_are_no_flash_attention() -> None:
+    layer = make({"head_dim": 257, "kv_heads": 4}, length=10)
+    output = layer.record_attention(*tensors(layer, *3 * [4 * 257]))
+    assert run(layer.tape, output)[3] == 8 * output.num_bytes + 2 * 160
+
+
+def test_grouped_heads_in_float32_have_scores() -> None:
+    layer = make(batch=3, length=10, itemsize=4)
+    query, scores = 2 * Q, 30 * 40 * 4
+    output = attend(layer, 4)
+    # Of all heads: queries and keys, both scaled, and values; and what the softmax made of 40 scores a token.
+    assert layer.tape.saved_bytes == 3 * query + scores
+    # ... and beside them the inputs, keys of all heads before they were scaled, and the output.
+    assert layer.tape.peak == 3 * query + scores + 2 * query + query + query
+    assert layer.tape.live == layer.tape.saved_bytes + output.num_bytes
+
+
+def test_capped_scores_are_saved_after_tanh_and_after_the_softmax() -> None:
+    layer = make({"family": "gemma2"}, batch=3, length=10)
+    output = attend(layer)
+    scores = 30 * 40 * 2
+    # Query, keys and values of all heads; tanh, the softmax in float32, and that in half precision.
+    assert layer.tape.saved_bytes == 3 * Q + scores + 2 * scores + scores
+    assert layer.tape.live == layer.tape.saved_bytes + output.num_bytes
+    assert layer.tape.peak == layer.tape.live + 2 * K
+    assert {name: size for name, size in layer.tape.sum_saved_by_name().items() if "scores" in name} == {
+        "attention scores, capped": scores, "attention scores, float32": 2 * scores,
+        "attention scores after softmax": scores,
+    }  # fmt: skip
+
+
+def test_keys_and_values_go_into_the_cache() -> None:
+    layer = make(batch=3, length=10, training=False, cache=True)
+    output = attend(layer)
+    assert (layer.tape.live, layer.tape.peak) == (output.num_bytes, 2 * Q + SUMS)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "heads", "ranks", "width"),
+    [(2, 4, 2, 32), (2, 4, 4, 64), (1, 4, 4, 64), (3, 6, 2, 96), (3, 6, 6, 96)],
+)
+def test_ranks_exchange_heads_for_tokens(kv_heads: int, heads: int, ranks: int, width: int) -> None:
+    """Heads of keys and values are repeated where there are fewer than ranks, or a number that cannot be divided."""
+    layer = make({"kv_heads": kv_heads, "heads": heads}, ulysses_ranks=ranks)
+    q, k = tensors(layer, heads * 16, kv_heads * 16)
+    layer.tape.peak = 0
+    exchanged = layer._exchange_heads(q, k)
+    assert [(t.width, t.name) for t in exchanged] == [
+        (heads * 16, f"{q.name}, of all tokens"), (width, f"{k.name}, of all tokens"),
+    ]  # fmt: skip
+    assert layer.tape.live == sum(t.num_bytes for t in exchanged)
+    # What is sent, and the same beside it.
+    assert layer.tape.peak == max(2 * q.num_bytes + k.num_bytes, q.num_bytes + 2 * exchanged[1].num_bytes)
+
+
+UP = 192 * 2
+PYTHON_GELU = {"is_gated": False, "activation": "gelu-python"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "saved", "peak", "grads"),
+    [
+        # Gate before and after its activation, up, and their product.
+        ({}, {}, 4 * UP, 4 * UP + 128, 2 * 3 * 192 * 64),
+        ({}, {"trains_weights": False}, 3 * UP, 4 * UP + 128, 0),
+        ({"has_fused_gate_up": True}, {}, 4 * UP, 4 * UP + 128, 2 * 3 * 192 * 64),
+        # Before and after the activation; of ReLU the latter alone.
+        ({"is_gated": False, "activation": "gelu"}, {}, 2 * UP, 2 * UP + 128, 2 * 2 * 192 * 64),
+        ({"is_gated": False, "activation": "relu"}, {}, UP, 2 * UP, 2 * 2 * 192 * 64),
+        # Input and its half, tanh and what is one more, their product.
+        (PYTHON_GELU, {}, 5 * UP, 5 * UP + 128, 2 * 2 * 192 * 64),
+        # The cast input; up's half, and in float32 its input, tanh and one more; the product's cast.
+        (PYTHON_GELU, {"itemsize": 4, "amp": True}, 128 + 8 * UP, 128 + 8 * UP + 2 * UP + 128, 4 * 2 * 192 * 64),
+    ],
+)  # fmt: skip
+def test_an_mlp(changes: dict, setting: dict, saved: int, peak: int, grads: int) -> None:
+    layer = make(changes, **setting)
+    x = layer.tape.add_input(64, layer.setting.stream_itemsize, needs_grad=True, name="x")
+    output = layer.record_mlp(x)
+    assert layer.tape.live == saved + 128 == saved + output.num_bytes
+    assert run(layer.tape, output)[:3] == (saved, peak, grads)
+
+
+def test_dropout_keeps_a_byte_for_each_element() -> None:
+    layer = make({"has_dropout": True})
+    output = layer.record_dropout(*tensors(layer, 64))
+    assert (layer.tape.saved_bytes, layer.tape.peak, layer.tape.live) == (64, 128 + 128 + 64, 128 + 64)
+    assert output.name == "dropout"
+    layer = make({"has_dropout": True})
+    layer.record_dropout(layer.tape.allocate(64, 2, needs_grad=False))
+    assert (layer.tape.saved_bytes, layer.tape.peak, layer.tape.live) == (0, 2 * 128, 128)
+    for layer in (make(), make({"has_dropout": True}, training=False)):
+        (x,) = tensors(layer, 64)
+        assert layer.record_dropout(x) is x
+
+
+NORM = 256 + 4 + 128 + 128  # float32, statistics, before its weight, result
+FLOAT_NORM = 256 + 4 + 256  # before its weight in float32; its result is added, and not saved
+LAYER_NORM = 8 + 128
+ATTENTION = 128 + 64 + 64 + 128 + 16  # query, key, value, result, a sum for each head
+PLAIN = {"norm": "layer", "is_gated": False, "kv_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved", "num_parameters"),
+    [
+        ({}, 2 * NORM + ATTENTION + 4 * UP, 49_152 + 128),
+        ({"qk_norm": "head", "family": "qwen3"}, 2 * NORM + (256 + 16 + 128) + (128 + 8 + 64) + ATTENTION + 4 * UP,
+         49_152 + 128 + 32),
+        # Of norms before, the result too.
+        ({"norm": "gemma", "num_norms": 4, "qk_norm": "head", "family": "gemma3_text"},
+         2 * (FLOAT_NORM + 128) + 2 * FLOAT_NORM + (256 + 16 + 256) + (128 + 8 + 128) + ATTENTION + 4 * UP,
+         49_152 + 4 * 64 + 32),
+        # Scores: tanh and softmax, the latter in float32 too. The result's heads are copied side by side.
+        ({"norm": "gemma", "num_norms": 4, "family": "gemma2"},
+         2 * (FLOAT_NORM + 128) + 2 * FLOAT_NORM + 3 * 128 + 8 + 16 + 8 + 128 + 4 * UP, 49_152 + 4 * 64),
+        # Norms after; attention and MLP read what comes into the layer, and the sum.
+        ({"norm": "olmo", "qk_norm": "hidden", "family": "olmo2"},
+         128 + 128 + 2 * FLOAT_NORM + FLOAT_NORM + (128 + 4 + 128) + ATTENTION + 4 * UP, 49_152 + 128 + 64 + 32),
+        # Query, key and value are one tensor, of which the value is kept, and so all; heads side by side.
+        ({"has_fused_qkv": True, "has_fused_gate_up": True, "family": "phi3"},
+         2 * NORM + 256 + 128 + 64 + 128 + 16 + 128 + 4 * UP, 49_152 + 128),
+        # The input of norms is saved as it is. Two masks of dropout.
+        ({**PLAIN, "family": "gpt2", "activation": "gelu-python", "has_fused_qkv": True, "rotary_fraction": 0.0,
+          "has_dropout": True},
+         2 * (128 + LAYER_NORM) + 384 + 128 + 16 + 64 + 5 * UP + 64, 4 * 4096 + 2 * 12_288 + 256),
+        ({**PLAIN, "family": "opt", "activation": "relu", "rotary_fraction": 0.0},
+         2 * (128 + LAYER_NORM) + 3 * 128 + 128 + 16 + UP, 4 * 4096 + 2 * 12_288 + 256),
+        # Attention and MLP side by side: one input, with two norms or one.
+        ({**PLAIN, "family": "gpt_neox", "activation": "gelu", "has_fused_qkv": True, "rotary_fraction": 0.25},
+         128 + 2 * LAYER_NORM + 2 * 128 + 384 + 128 + 16 + 128 + 2 * UP, 4 * 4096 + 2 * 12_288 + 256),
+        ({**PLAIN, "family": "phi", "activation": "gelu-python", "rotary_fraction": 0.5, "num_norms": 1},
+         128 + LAYER_NORM + 3 * 128 + 128 + 16 + 128 + 5 * UP, 4 * 4096 + 2 * 12_288 + 128),
+    ],
+)  # fmt: skip
+def test_a_layer(changes: dict, saved: int, num_parameters: int) -> None:
+    setting = make(changes).setting
+    tape, found = record_layer(setting)
+    assert found == saved == tape.saved_bytes
+    counted_before = sum(size for name, size in tape.saved.items() if name.startswith("hidden states #0"))
+    assert tape.live == saved - counted_before
+    # The backward frees all but gradients, of the input and of the parameters.
+    tape = Tape(1, training=True)
+    hidden = tape.add_input(64, 2, needs_grad=True, name="hidden states")
+    output = DecoderLayer(tape, setting).record(hidden)
+    tape.drop(output)
+    assert tape.run_backward(output) == 2 * num_parameters
+    assert tape.live == 2 * num_parameters + 128
+
+
+@pytest.mark.parametrize(
+    ("setting", "saved"),
+    [
+        # The result's heads are side by side again.
+        ({"ulysses_ranks": 2}, 2 * NORM + ATTENTION + 128 + 4 * UP),
+        # In float32 the input and the sum are saved as they are; scaled queries and keys, values, and the softmax.
+        ({"itemsize": 4}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 16 + 256 + 8 * UP),
+        ({"itemsize": 4, "padded": True}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 256 + 16 + 64 + 8 * UP),
+    ],
+)
+def test_a_layer_in_other_settings(setting: dict, saved: int) -> None:
+    assert record_layer(make(**setting).setting)[1] == saved
+
+
+def test_a_mask_has_rows_of_16_elements() -> None:
+    layer = make({"kv_heads": 4}, length=17, padded=True)
+    assert attend(layer).num_bytes == 17 * 128
+    assert layer.tape.saved_bytes == 4 * 17 * 128 + 17 * 16 + 2 * 17 * 32
+
+
+def test_a_frozen_layer_saves_what_its_inputs_gradients_need() -> None:
+    lora = {"trains_weights": False, "lora_rank": 8, "lora_targets": ("q", "v")}
+    # Of a norm, its result in float32 once for each adapter, whose matrices have eight elements between them.
+    adapters = 2 * (256 + 4 * 8)
+    assert record_layer(make(**lora).setting)[1] == 2 * (256 + 4) + adapters + ATTENTION + 3 * UP
+    # The input of the first layer needs no gradient, and so the first norm saves nothing.
+    assert record_layer(make(**lora).setting, hidden_needs_grad=False)[1] == 256 + 4 + adapters + ATTENTION + 3 * UP

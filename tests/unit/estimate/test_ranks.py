@@ -10,9 +10,7 @@ from memprof.errors import UsageError
 from memprof.estimate.geometry import build_from_model
 from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
-from memprof.estimate.ranks import build_rank
 from memprof.estimate.table import build_estimate, find_highest_cell
-from memprof.workload.plan import parse_plan
 from tests.benchmarks.estimate_ranks import MODELS, PLANS, Case, cases, measure
 from tests.lanes import by_day
 
@@ -49,16 +47,6 @@ def test_shards_are_parts_of_the_whole():
         assert sharded[name] == pytest.approx(alone[name] / 8, rel=1e-6)
 
 
-def test_stages_have_all_layers():
-    subject = build_from_model("llama-3.1-8b")
-    plan = parse_plan("pp=3:1f1b:microbatches=6", 3)
-    parts = [build_rank(plan, stage).count_elements(subject.geometry) for stage in range(3)]
-    assert [part.num_layers for part in parts] == [11, 11, 10]
-    assert sum(part.total for part in parts) == subject.num_parameters
-    assert [build_rank(plan, stage).in_flight for stage in range(3)] == [3, 2, 1]
-    assert build_rank(parse_plan("pp=3:gpipe:microbatches=6", 3), 2).in_flight == 6
-
-
 def test_a_chunked_loss_takes_less():
     subject = build_from_model("llama-3.2-1b")
     chunked = MethodPlan(METHOD_BY_KEY["full-checkpointing"], "bfloat16", chunked_loss=True)
@@ -86,37 +74,3 @@ def test_plans_that_cannot_be(model, parallel, gpus, problem):
     with pytest.raises(UsageError, match=problem) as refused:
         find_highest_cell(build_from_model(model), FULL, 1, 1024, parallel, gpus)
     assert refused.value.hint
-
-
-def test_a_chunked_loss_needs_a_whole_head():
-    with pytest.raises(UsageError, match="chunked loss needs a head"):
-        find_highest_cell(
-            build_from_model("llama-3.1-8b"),
-            MethodPlan(METHOD_BY_KEY["full"], "bfloat16", chunked_loss=True),
-            1,
-            1024,
-            "tp=2",
-            2,
-        )
-
-
-@pytest.mark.parametrize(
-    ("model", "plan", "gpus", "embeddings", "heads", "finals"),
-    [
-        ("llama-3.1-8b", "pp=3", 3, [1, 0, 0], [0, 0, 1], [0, 0, 1]),
-        ("llama-3.2-1b", "pp=2", 2, [1, 0], [0, 1], [0, 1]),  # tied, and on two stages
-        ("llama-3.2-1b", "tp=2", 2, [0.5], [0.5], [1]),  # tied, and divided
-        ("llama-3.2-1b", "fsdp", 2, [1], [0], [1]),
-        ("llama-3.1-8b", "fsdp", 2, [1], [1], [1]),
-    ],
-)
-def test_first_stage_has_the_embedding_and_last_the_head(
-    model: str, plan: str, gpus: int, embeddings: list[float], heads: list[float], finals: list[int]
-) -> None:
-    subject = build_from_model(model)
-    geometry, spread = subject.geometry, parse_plan(plan, gpus)
-    table = geometry.vocab * geometry.hidden
-    parts = [build_rank(spread, stage).count_elements(geometry) for stage in range(spread.stages)]
-    assert [part.embedding / table for part in parts] == embeddings
-    assert [part.head / table for part in parts] == heads
-    assert [part.final_norm / geometry.hidden for part in parts] == finals

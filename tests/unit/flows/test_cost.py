@@ -57,6 +57,11 @@ def test_an_operator_takes_the_longer_of_operations_and_bytes(call, seconds):
     assert work.seconds == pytest.approx(seconds)
 
 
+def test_without_a_known_rate_only_bytes_take_time():
+    gpu = dataclasses.replace(RATES, peak_flops={})
+    assert compute_step_work(_work(_call(operations=10**12, num_bytes=2 * 10**7)), gpu).compute_seconds == 0.02
+
+
 def test_the_bus_carries_both_directions_and_computes_nothing():
     work = compute_step_work(
         _work(_call(operations=10**12, num_bytes=10**9, to_device=10**8, to_host=3 * 10**8, calls=2)), RATES
@@ -112,5 +117,7 @@ def test_the_cost_of_a_fix_is_what_it_adds():
 
 
 def test_without_counted_work_a_fix_has_no_cost():
-    cost = compute_cost(None, StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0), "exact", "")
+    cost = compute_cost(None, StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0), "exact", "", (7.0, 8))
     assert (cost.operations, cost.step_seconds, cost.extra_seconds, cost.numerics) == (None, None, None, "exact")
+    assert (cost.compile_seconds, cost.compiled_kernels) == (7.0, 8)
+    assert compute_cost(None, None, "exact", "").compile_seconds is None

@@ -31,6 +31,7 @@ from memprof.trace.events import (
     StreamEvent,
     Trace,
     Use,
+    VmapCall,
     Wait,
     Workspace,
 )
@@ -66,6 +67,7 @@ def sample() -> Trace:
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
         idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
         error_holders=[Holder(4, "except", "main", None, False, None, (0,), 0, 0, None)],
+        vmaps=[VmapCall(1, 3, 64, "jacrev", 0)],
     )
 
 
@@ -179,6 +181,8 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(last_uses=[-2]), "damaged"),
         (damaged(idle_holders=[[0, "", "out", None, False, None, [1], 0, 0, None]]), "damaged"),
         (damaged(error_holders=[[0, "except", "main", None, False, None, [1], 0, 0, None]]), "damaged"),
+        (damaged(vmaps=[[1, 99, 2, "vmap", 0]]), "damaged"),
+        (damaged(vmaps=[[0, 1, 2, "vmap", 9]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip

@@ -68,6 +68,22 @@ def test_gradients_that_are_not_accumulated_make_no_micro_batch(tmp_path: Path) 
     assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2}
 
 
+WITHOUT_MODULES = """
+import torch
+
+weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+for _ in range(3):
+    (torch.randn(16, 64, device="cuda") @ weight).mean().backward()
+"""
+
+
+def test_each_backward_is_a_micro_batch_where_no_module_is_called(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_MODULES)
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
+    assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2, 3}
+
+
 EVALUATION_WITH_GRADIENTS = """
 import torch
 from torch import nn

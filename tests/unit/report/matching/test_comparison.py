@@ -6,10 +6,8 @@ import copy
 import json
 from dataclasses import replace
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 
-from memprof.errors import UsageError
 from memprof.report.documents.comparison import DIFFERS, ONLY_IN_A, ONLY_IN_B, SAME
 from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
@@ -220,24 +218,6 @@ def test_simulated_and_measured_do_not_share_what_others_use():
     measured.source = "measured"
     found = build_comparison(run_of(training()), run_of(measured), EXACT)
     assert not totals(found)["device used"].compared and totals(found)["reserved"].compared
-
-
-@pytest.mark.parametrize(
-    ("text", "a", "b", "allowed"),
-    [
-        ("0", 100, 100, True), ("0", 100, 101, False), ("0.1%", 100_000, 100_100, True),
-        ("0.1%", 100_000, 100_101, False), ("0.1%", 100_000, 99_899, False), ("16MiB", 0, 16 * MIB, True),
-        ("16MiB", 16 * MIB + 1, 0, False), ("4096", 0, 4096, True), ("4096", 0, 4097, False), ("5%", 0, 1, False),
-    ],
-)  # fmt: skip
-def test_tolerances(text, a, b, allowed):
-    assert parse_tolerance(text).allows(a, b) is allowed
-
-
-@pytest.mark.parametrize("text", ["", "-1", "-1%", "%", "many", "1.5", "16 furlongs", "nan%", "0x10"])
-def test_what_is_no_tolerance(text):
-    with pytest.raises(UsageError, match="not a tolerance"):
-        parse_tolerance(text)
 
 
 def test_within_a_tolerance_differences_are_still_shown():

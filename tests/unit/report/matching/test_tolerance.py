@@ -8,7 +8,7 @@ from memprof.report.matching.tolerance import Tolerance, parse_tolerance
     ("text", "a", "b", "is_allowed"),
     [
         ("0", 7, 7, True),
-        ("0", 7, 8, False),
+        ("0", 100, 101, False),
         ("16", 100, 116, True),
         ("16", 116, 99, False),
         ("1KiB", 0, 1024, True),
@@ -18,6 +18,8 @@ from memprof.report.matching.tolerance import Tolerance, parse_tolerance
         ("10%", 100, 90, True),
         ("10%", 89, 100, False),
         ("10%", -100, -90, True),
+        ("5%", 0, 1, False),
+        ("0.1%", 100_000, 100_101, False),
     ],
 )
 def test_the_edge_of_a_tolerance(text, a, b, is_allowed):
@@ -28,7 +30,7 @@ def test_a_percentage_is_a_hundredth():
     assert parse_tolerance(" 0.5 % ") == Tolerance("0.5 %", share=0.005)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "x%", "1.5", "many"])
+@pytest.mark.parametrize("text", ["", "-1", "-1%", "%", "x%", "nan%", "many", "1.5", "16 furlongs", "0x10"])
 def test_what_is_no_tolerance(text):
     with pytest.raises(UsageError, match="not a tolerance"):
         parse_tolerance(text)

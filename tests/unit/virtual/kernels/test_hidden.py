@@ -7,7 +7,6 @@ import torch
 
 import memprof
 from memprof.device.catalog import find_gpu
-from memprof.device.cublas import CublasWorkspace
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties, max_threads_per_sm
@@ -153,46 +152,12 @@ def test_summing_a_mask_first_makes_integers_of_it() -> None:
     assert hidden_sizes(lambda x: x.sum(), (100,), dtype=torch.int64) == []
 
 
-@pytest.mark.parametrize(
-    ("capability", "release", "num_bytes", "lt_num_bytes"),
-    [
-        ((8, 9), (2, 11), 8_519_680, MIB),  # recorded: torch 2.6 and 2.11 on GPUs before Hopper
-        ((9, 0), (2, 11), 33_554_432, MIB),  # recorded: H100
-        ((9, 0), (2, 12), 33_554_432, 0),
-        ((12, 0), (2, 12), 33_554_432, 0),
-    ],
-)
-def test_cublas_takes_the_workspace_that_was_recorded(
-    capability: tuple[int, int],
-    release: tuple[int, int],
-    num_bytes: int,
-    lt_num_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    workspace = CublasWorkspace.for_gpu(capability, release)
-    assert (workspace.num_bytes, workspace.lt_num_bytes, workspace.is_permanent) == (num_bytes, lt_num_bytes, True)
-
-
 def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
     first, second = empty(8, 16), empty(16, 32)
     assert adds_bias_row((empty(32), first, second)) and adds_bias_row((empty(1, 32), first, second))
     assert not adds_bias_row((empty(8, 32), first, second))
     assert not adds_bias_row((empty(1), first, empty(16, 1)))
     assert not adds_bias_row((empty(64)[::2], first, second))
-
-
-def test_the_cublas_workspace_follows_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
-    assert CublasWorkspace.for_gpu((8, 0), (2, 11)).num_bytes == (4096 * 8 + 16 * 8) * 1024
-
-
-def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    assert not CublasWorkspace.for_gpu((8, 0), (2, 15)).is_permanent
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-    assert CublasWorkspace.for_gpu((8, 0), (2, 15)).is_permanent
 
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
