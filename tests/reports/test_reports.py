@@ -17,7 +17,7 @@ REPORTS = list_reports()
 
 KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
-    "functorch_1058": "suggests micro-batches, not chunk_size",
+    "functorch_1058": "does not suggest chunk_size",
     "functorch_774": "does not suggest chunk_size",
     "lightning_7335": "segments without a tensor, left by growing batches, are told as fragmentation",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
