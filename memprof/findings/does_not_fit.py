@@ -52,7 +52,6 @@ def find(context: Context) -> list[Finding]:
             num_bytes=needed_bytes,
         ),
     ]
-    evidence += _make_live_evidence(context, oom)
     for category, num_bytes in ledger.sum_by_category().items():
         if num_bytes >= MIN_SHARE * ledger.peak_bytes:
             share = percent(num_bytes, ledger.peak_bytes)
@@ -62,6 +61,7 @@ def find(context: Context) -> list[Finding]:
         f"{at_least}{format_bytes(needed_bytes)}, {format_bytes(shortfall)} more than the "
         f"{format_bytes(oom.limit_bytes)} there are"
     )
+    evidence += _make_live_evidence(context, oom)
     found = suggest(context)
     fixes = list_fix_names(found)
     return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), fixes, suggestions=found)]
