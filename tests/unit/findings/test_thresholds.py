@@ -234,4 +234,4 @@ def test_the_lines_that_led_to_a_tensor_follow_its_own() -> None:
     assert finding.evidence[0].text.endswith(
         "at nets/net.py:12, called at me/model.py:3, called by torch.func.vmap at me/train.py:4"
     )
-    assert finding.evidence[3].text.endswith("at nets/net.py:1, called at me/model.py:3")
+    assert finding.evidence[4].text.endswith("at nets/net.py:1, called at me/model.py:3")
