@@ -16,6 +16,7 @@ from memprof.findings.growth import describe_holder, find_growing_storages, find
 from memprof.findings.idle_storages import (
     MIN_BYTES,
     MIN_MODEL_PHASES,
+    awaits_backward,
     find_idle_storages,
     find_phase,
     find_replaced_models,
@@ -74,7 +75,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
             by_key[make_key(trace, index)].append(index)
         elif index in replaced or (
-            owner.role in ROLES_OF_MODELS and last_phase.computes and not _awaits_backward(context, index)
+            owner.role in ROLES_OF_MODELS and last_phase.computes and not awaits_backward(context, index)
         ):
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
@@ -150,19 +151,6 @@ def _make_error_groups(trace: Trace) -> list[_Group]:
             _Group(f"tensors of an attempt that ran out of memory, kept by {by}", fix, holder.source, storages)
         )
     return groups
-
-
-def _awaits_backward(context: Context, index: int) -> bool:
-    """Return whether storage `index` was last used in the forward in which, or after which, memory ran out."""
-    trace = context.ledger.trace
-    if not trace.ended_out_of_memory:
-        return False
-    phases = trace.list_phase_begins()
-    later = phases[bisect.bisect_left(phases, trace.last_uses[index], key=lambda begin: begin[0]) :]
-    ended = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION)
-    return find_phase(phases, trace.last_uses[index]).kind is PhaseKind.FORWARD and not any(
-        phase.kind in ended for _, phase in later
-    )
 
 
 def _count_models(context: Context, parameters: Iterable[int]) -> int:

@@ -130,6 +130,7 @@ def find_replaced_models(context: Context) -> frozenset[int]:
         and trace.storages[index].device == trace.device
         and trace.last_uses[index] != NONE
         and find_phase(phases, trace.last_uses[index]).kind.computes
+        and not awaits_backward(context, index)
     }
     parameters = [
         index
@@ -147,6 +148,20 @@ def find_replaced_models(context: Context) -> frozenset[int]:
     if len(computing) < MIN_MODEL_PHASES or context.lifetimes.sum_bytes(new) < MIN_BYTES:
         return frozenset()
     return frozenset(index for index, event in used.items() if event < replaced_at < deaths[index])
+
+
+def awaits_backward(context: Context, index: int) -> bool:
+    """Return whether storage `index` was last used in a call with a graph, and memory ran out before a backward."""
+    trace, used = context.ledger.trace, context.ledger.trace.last_uses[index]
+    if not trace.ended_out_of_memory:
+        return False
+    position = bisect.bisect_left(trace.forwards, used, key=lambda forward: forward.begin) - 1
+    has_graph = position < 0 or used > trace.forwards[position].end or trace.forwards[position].nodes > 0
+    phases = trace.list_phase_begins()
+    later = phases[bisect.bisect_left(phases, used, key=lambda begin: begin[0]) :]
+    ended = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION)
+    is_forward = find_phase(phases, used).kind is PhaseKind.FORWARD
+    return is_forward and has_graph and not any(phase.kind in ended for _, phase in later)
 
 
 def make_key(trace: Trace, index: int) -> tuple[int, int]:

@@ -107,6 +107,7 @@ def _list_faults(report: Report, finding: dict[str, Any]) -> list[str]:
 
 
 def _list_texts(finding: dict[str, Any]) -> list[str]:
-    """Return the title, evidence and fixes of a finding, with the line of each piece of evidence."""
+    """Return the title, evidence, fixes and suggestions of a finding, with the line of each piece of evidence."""
     evidence = [f"{one['text']} {one['source']}" for one in finding["evidence"]]
-    return [finding["title"], *evidence, *finding["fixes"]]
+    suggestions = [one["text"] for one in finding.get("suggestions", ())]
+    return [finding["title"], *evidence, *finding["fixes"], *suggestions]

@@ -2,7 +2,7 @@
 # resolved: internal_batch_size, which evaluates them in parts.
 # run: --gpu t4
 # first: does-not-fit
-# fix: in parts | in chunks | micro-batch
+# fix: in parts | in chunks | micro-batch | batches of
 import itertools
 
 import torch
