@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from memprof.findings import Finding, Severity
 from memprof.flows.saved_files import load_json
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.next_step import choose_next_step, render_next_step
@@ -30,6 +31,12 @@ def saved(name, tmp_path, **changes):
     file = tmp_path / "report.json"
     file.write_text(json.dumps({"memprof_version": "", **json.loads((KEPT / f"{name}.json").read_text())}))
     return dataclasses.replace(load_json(file), **changes)
+
+
+def without_room(run):
+    """`run` as if it did not fit, and a fix that `run --fix` switches on were known to help."""
+    finding = Finding("does-not-fit", Severity.ERROR, "", None, (), ("activation-checkpointing",))
+    return dataclasses.replace(run, verdict=dataclasses.replace(run.verdict, fits=False), findings=(finding,))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,7 @@ def test_after_a_script(tmp_path):
     asked = program.asked
     unknown = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None))
     assert choose_next_step(unknown)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
-    full = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False))
+    full = without_room(run)
     assert choose_next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
     with_bfloat16 = dataclasses.replace(program, fixes=("bfloat16",), asked=asked.edit(fixes=("bfloat16",)))
     fixed = dataclasses.replace(full, program=with_bfloat16)

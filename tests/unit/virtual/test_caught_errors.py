@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from memprof.trace.events import Event, EventKind, Holder
-from memprof.watch import caught_errors
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
 
@@ -73,7 +72,7 @@ def test_layers_of_the_attempt_are_kept_by_its_error_and_models_of_variables_are
         try:
             fail_with(with_variable)
         except torch.OutOfMemoryError:
-            gpu._caught_errors.find_holders()
+            gpu._kept_memory.caught_errors.find_holders()
         (holder,) = gpu.trace.error_holders
     assert {gpu.trace.storages[index].shape for index in holder.storages} == {(16, 16), (16,)}
 
@@ -116,14 +115,14 @@ def test_only_what_the_attempt_had_is_kept_by_its_error():
         except torch.OutOfMemoryError as error:
             last = error
         after = take(100 * MIB)
-        gpu._caught_errors.find_holders()
+        gpu._kept_memory.caught_errors.find_holders()
         (holder,) = gpu.trace.error_holders
         (kept,) = holder.storages
         assert gpu.trace.storages[kept].num_bytes == 300 * MIB
         # Were it not for the error, it would be freed where that is raised: after the refused request and its free.
         assert gpu.trace.last_uses[kept] == gpu.trace.events.index(Event(EventKind.ALLOC, gpu.trace.refused[0])) + 2
         assert before.numel() == after.numel() and str(last)
-        gpu._caught_errors.find_holders()
+        gpu._kept_memory.caught_errors.find_holders()
         assert len(gpu.trace.error_holders) == 1, "found once"
 
 
@@ -133,7 +132,6 @@ def test_the_error_is_not_kept_by_the_search():
         try:
             fail()
         except torch.OutOfMemoryError:
-            gpu._caught_errors.find_holders()
+            gpu._kept_memory.caught_errors.find_holders()
             assert gpu.recorder.storages.live_bytes == 300 * MIB
         assert gpu.recorder.storages.live_bytes == 0
-    assert caught_errors.CaughtErrorWatch is type(gpu._caught_errors)
