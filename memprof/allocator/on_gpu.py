@@ -100,7 +100,8 @@ def compute_memory_needs(
     fits, releases_cache = True, False
     if gpu is not None:
         limit = min(gpu.usable_bytes, int(config.per_process_memory_fraction * gpu.total_bytes))
-        fits = required <= limit
+        # Of a fraction each request must fit in whole, though a part of an expandable segment may be mapped already.
+        fits = required <= limit and not (config.expandable_segments and config.per_process_memory_fraction < 1)
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps after releasing the cache
             limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
             limited_replay.advance(writes=False)

@@ -37,12 +37,10 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
     `num_bytes` is positive. `divisions` is the setting roundup_power2_divisions: one entry per octave from 1 MiB up;
     empty if it is off.
     """
-    if divisions and num_bytes >= MIN_BLOCK:
+    if divisions:
         octave = num_bytes.bit_length() - 1
         num_divisions = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
         if num_divisions > 1 and num_bytes > MIN_BLOCK * num_divisions:
-            if num_bytes & (num_bytes - 1) == 0:
-                return num_bytes
             step = (1 << octave) >> (num_divisions.bit_length() - 1)
             return -(-num_bytes // step) * step
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK

@@ -71,17 +71,22 @@ def test_layout_at_an_event_names_the_storages():
     assert [segment.allocated for segment in segments] == [2 * MIB, 0] and list(owners.values()) == [second]
 
 
+def pinned() -> Script:
+    """Tensors of 190 MiB need 210: one of 40, the third, is in a segment of 60."""
+    script = Script()
+    script.free(script.new(100 * MIB), script.new(60 * MIB))
+    script.new(40 * MIB)
+    script.new(150 * MIB)
+    return script
+
+
 def test_layout_when_the_gpu_refuses():
     """All of the cache that can be released has been: what is left is pinned."""
-    script = Script()
-    whole, wide = script.new(100 * MIB), script.new(60 * MIB)
-    script.free(whole, wide)
-    small = script.new(40 * MIB)  # in the segment of 60
-    script.new(150 * MIB)
+    script = pinned()
     run = replay_on_gpu(script.trace, GpuMemory(200 * MIB, 0))
     segments, owners = run.layout_at_oom()
     assert [(segment.size, segment.largest_free) for segment in segments] == [(60 * MIB, 20 * MIB)]
-    assert list(owners.values()) == [small]
+    assert list(owners.values()) == [2]
     with pytest.raises(ValueError, match="fits"):
         replay_on_gpu(script.trace, None).layout_at_oom()
 
@@ -92,10 +97,14 @@ def test_expandable_segments_use_what_was_freed():
     assert needs == (120 * MIB, True, max(run.timeline.allocated), False)
 
 
-@pytest.mark.parametrize("total", [100, 139, 140, 141, 160, 200, 260, 1000, None])
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.5"])
-def test_other_settings_are_judged_as_a_replay_with_them_is(total, settings):
-    trace, config = outgrown_blocks(), parse_config(settings)
+HALF = "per_process_memory_fraction:0.5"
+
+
+@pytest.mark.parametrize("total", [100, 139, 140, 141, 160, 200, 210, 229, 230, 240, 260, 1000, None])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", HALF, f"expandable_segments:True,{HALF}"])
+@pytest.mark.parametrize("make", [outgrown_blocks, lambda: pinned().trace])
+def test_other_settings_are_judged_as_a_replay_with_them_is(total, settings, make):
+    trace, config = make(), parse_config(settings)
     gpu = None if total is None else GpuMemory(total * MIB, CONTEXT)
     whole = replay_on_gpu(trace, gpu, config)
     allocated = max(whole.timeline.allocated)

@@ -60,6 +60,8 @@ def test_a_large_segment_of_another_size_is_for_the_same_blocks() -> None:
     [
         (MIB, (4,), MIB),  # a power of two
         (MIB + 1, (4,), MIB + 256 * 1024),
+        (MIB + 1, (2,), MIB + 512 * 1024),
+        (0, (4,), 0),
         (MIB + 256 * 1024, (4,), MIB + 256 * 1024),
         (MIB + 256 * 1024 + 1, (4,), MIB + 512 * 1024),
         (2 * MIB - 1, (4,), 2 * MIB),
