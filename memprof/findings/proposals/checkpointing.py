@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from memprof.findings.finding import Context
@@ -41,7 +40,8 @@ def checkpoint_layers(context: Context) -> Trace | None:
     trace, (births, deaths) = context.ledger.trace, context.ledger.trace.lifetimes()
     inserted: dict[int, list[Event]] = defaultdict(list)
     removed: list[int] = []
-    for call, next_call in pairwise([*list_layer_calls(trace), None]):
+    calls = list_layer_calls(trace)
+    for number, call in enumerate(calls):
         made = {ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC}
         made -= {index for index in made if index in trace.owners or trace.storages[index].hidden}
         left = sorted((index for index in made if deaths[index] > call.end), key=births.__getitem__)
@@ -56,7 +56,8 @@ def checkpoint_layers(context: Context) -> Trace | None:
             if event.ref in repeated and event.kind in (EventKind.ALLOC, EventKind.FREE)
         ]
         result_death = deaths[left[-1]]
-        if next_call is not None and next_call.backward < call.backward and result_death < call.backward:
+        is_input = number + 1 < len(calls) and calls[number + 1].backward < call.backward
+        if is_input and result_death < call.backward:
             removed.append(result_death)
             inserted[call.backward].append(Event(EventKind.FREE, left[-1]))
     return edit_events(trace, inserted, removed) if inserted else None
