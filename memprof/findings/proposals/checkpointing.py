@@ -41,7 +41,7 @@ def checkpoint_layers(context: Context) -> Trace | None:
     inserted: dict[int, list[Event]] = defaultdict(list)
     removed: list[int] = []
     calls = list_layer_calls(trace)
-    for call, next_call in zip(calls, [*calls[1:], None], strict=False):
+    for number, call in enumerate(calls):
         made = {ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC}
         made -= {index for index in made if index in trace.owners or trace.storages[index].hidden}
         left = sorted((index for index in made if deaths[index] > call.end), key=births.__getitem__)
@@ -56,7 +56,8 @@ def checkpoint_layers(context: Context) -> Trace | None:
             if event.ref in repeated and event.kind in (EventKind.ALLOC, EventKind.FREE)
         ]
         result_death = deaths[left[-1]]
-        if next_call is not None and next_call.backward < call.backward and result_death < call.backward:
+        is_input = number + 1 < len(calls) and calls[number + 1].backward < call.backward
+        if is_input and result_death < call.backward:
             removed.append(result_death)
             inserted[call.backward].append(Event(EventKind.FREE, left[-1]))
     return edit_events(trace, inserted, removed) if inserted else None

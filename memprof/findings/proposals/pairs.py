@@ -14,10 +14,9 @@ from memprof.units import GIB
 
 _CHUNK_BYTES = GIB  # that the pairs of the rows at a time may take
 
-# Elementwise operators of two operands, whose result is larger than both if these are broadcast.
-_BROADCASTING = {
-    f"aten.{name}" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum")
-}
+# Operators whose result is larger than their operands only if these are broadcast; stack joins what was broadcast.
+_ELEMENTWISE = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "stack")
+_BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
 
 
@@ -63,7 +62,8 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
             storage = trace.storages[index]
             num_elements = math.prod(storage.shape)
             if time not in chunked and _may_be_pairs(trace, storage, widths):
-                num_inputs = max(live.values(), default=0)
+                # Stacked tensors may all be there.
+                num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
                 if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):
                     best = index, num_inputs
             live[index] = num_elements

@@ -221,6 +221,8 @@ def test_a_fused_step_has_no_temporaries() -> None:
     [
         (((4096, 8), (4096, 4096, 8)), "aten.sub", True),
         (((4096, 8), (4096, 4096)), "aten.mm", True),
+        (((4096, 8), (4096, 64, 64)), "aten.stack", True),
+        (((4096, 8), (4096, 8)), "aten.stack", False),
         (((4096, 512), (4096, 512)), "aten.add", False),  # as large as its operand
         (((4096, 512), (4096, 2048)), "aten.mm", False),  # of a wider layer
         (((4096, 8), (4096, 4096, 8)), "aten.convolution", False),
