@@ -32,9 +32,9 @@ def render_ladder(document: Report) -> RenderableType:
     uses_links = any(row.cost.link_bytes for row in ladder)
     costs_of_rows = [row.cost for row in ladder]
     uses_bus = any((cost.extra_bus_seconds or 0.0) > _BUS_SHARE * (cost.step_seconds or 0.0) for cost in costs_of_rows)
-    omitted = "gpus" if not uses_links else "reserved" if uses_bus else "bus"  # there is not room for all on a line
+    omitted = "GPUs" if not uses_links else "reserved" if uses_bus else "bus"  # there is not room for all on a line
     columns = [column for column in columns if column[0] != f">{omitted}"]
-    cost_columns = [name for name in ("compute", "bus", "gpus") if name != omitted]
+    cost_columns = [name for name in ("compute", "bus", "GPUs") if name != omitted]
     header, *rows = zip(*columns, strict=True)
     notes_below = []
     for names, row in zip(fix_lines, ladder, strict=True):
@@ -42,7 +42,7 @@ def render_ladder(document: Report) -> RenderableType:
         if (row.cost.host_bytes or 0) > row.peak_allocated_bytes * _CPU_SHARE:
             host += f"; the CPU reads and writes {format_bytes(row.cost.host_bytes or 0)} in a step"
         notes_below.append([*map(Text, names[1:]), dim(f"    then: {row.next_bottleneck.text}{host}")])
-    optional = [name for name in ("bus", "gpus", "compute", "saved", "reserved") if f">{name}" in header]
+    optional = [name for name in ("bus", "GPUs", "compute", "saved", "reserved") if f">{name}" in header]
     is_parallel = len({row.parallel for row in ladder}) > 1
     legend = (
         f"{unit.name}. saved: device memory, against the row above. {', '.join(cost_columns)}: more than the baseline. "

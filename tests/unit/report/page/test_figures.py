@@ -8,16 +8,24 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
+from memprof.report.documents.ladder import Bottleneck, FixCost, LadderRow
 from memprof.report.documents.report import Report
 from memprof.report.page.page import build_run_data
 from memprof.trace.events import ModuleRole, PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
 
 @pytest.fixture
 def document() -> Report:
+    return run(None)
+
+
+def run(usable_bytes: int | None) -> Report:
     made = TraceBuilder(None)
+    if usable_bytes is not None:
+        made.trace.facts = Facts(device=DeviceFacts("A", usable_bytes, usable_bytes=usable_bytes))
     made.phase(PhaseKind.FORWARD, step=1)
     for layer in range(3):
         made.enter(f"layers.{layer}", role=ModuleRole.LAYER)
@@ -42,6 +50,38 @@ def test_the_treemaps_nodes_sum_to_the_peak(document):
     )
     by_id = dict(zip(tree.ids, tree.values, strict=True))
     assert by_id["layers"] == 15 * MIB and by_id["layers\0" + "1"] == 5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("usable_mib", "is_refused", "is_near"),
+    [(None, False, False), (19, True, True), (20, False, True), (49, False, False)],
+)
+def test_the_timeline_marks_what_the_gpu_refuses_and_where_it_ends(usable_mib, is_refused, is_near) -> None:
+    """The first tensor, at event 2, needs a segment of 20 MiB, in which all others have room: 16 MiB at the peak."""
+    document = run(None if usable_mib is None else usable_mib * MIB)
+    drawn, moments = document.plot(), build_run_data(document)["moments"]
+    lines = [(shape.x0, shape.y0, shape.line.dash) for shape in drawn.layout.shapes]
+    refused, end = [(2, 0, "dot")] * is_refused, [(0, usable_mib, "dash")] * is_near
+    assert lines == [(moments["peak"], 0, "dot"), *refused, *end]
+    assert [one.text for one in drawn.layout.annotations[1:]] == ["refused: 20.00 MiB"] * is_refused
+    assert (moments["refused"], moments["tried_bytes"]) == ((2, 20 * MIB) if is_refused else (-1, 0))
+
+
+def test_the_ladder_has_a_bar_for_each_row(document: Report) -> None:
+    cost = FixCost(*(None,) * 9, "exact", "a <note>")
+    ladder = tuple(
+        LadderRow(
+            (), None if i == 0 else f"fix{i}", 0, 0, (3 - i) * MIB, 0, 0, i == 2, Bottleneck("", 0, "", 0, ""), cost
+        )
+        for i in range(3)
+    )
+    document = dataclasses.replace(document, ladder=ladder, device=DeviceFacts("A", 2 * MIB))
+    drawn = document.plot("ladder")
+    (bars,) = drawn.data
+    assert list(bars.y) == ["0. baseline", "1. + fix1", "2. + fix2"] and list(bars.x) == [3, 2, 1]
+    assert list(bars.text) == ["3.00 MiB", "2.00 MiB", "1.00 MiB"] and set(bars.hovertext) == {"a &lt;note&gt;"}
+    assert [colour == bars.marker.color[0] for colour in bars.marker.color] == [True, True, False]
+    assert [shape.x0 for shape in drawn.layout.shapes] == [2]
 
 
 def test_a_figure_that_is_not_there_is_said(document):

@@ -51,7 +51,10 @@ def test_layers_are_one_group_and_evidence_finds_its_kinds():
         made.alloc(5 * MIB, "aten.mm", line="net.py:3 forward")
         made.leave()
     made.alloc(MIB + 1, "aten.mul", line="net.py:9 forward")
-    moments = build_moments(build_ledger(made.trace))
+    ledger = build_ledger(made.trace)
+    moments = build_moments(ledger)
+    assert [stage[1:3] for stage in moments.stages] == [(span.begin, span.end) for span in ledger.spans]
+    assert (moments.reserved_at, moments.reserved) == ([0, 2], [0, 20 * MIB])
     assert moments.kinds.group == [0, 0, 0, 1]
     assert moments.kinds.rounded == [5 * MIB] * 3 + [MIB + 512]
     assert find_kinds(moments, Evidence("", module="layers.*", op="aten.mm")) == [0, 1, 2]
