@@ -42,7 +42,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
     }
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
-    checkpointed = ", each under torch.utils.checkpoint" if is_trained else ""
+    checkpointed = ", each under torch.utils.checkpoint" if is_trained or trace.ended_out_of_memory else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
     change = f"{rows} of the {num_rows} rows of {format_shape(storage.shape)} at a time{checkpointed}, at "
     yield Proposal(resize(trace, sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
