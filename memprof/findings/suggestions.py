@@ -125,7 +125,8 @@ def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Cand
 
 def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool:
     run = context.ledger.run
-    return required_bytes <= (1 - MIN_SHARE) * run.required_reserved_bytes or bool(fits and not run.fits)
+    saved_bytes = run.required_reserved_bytes - required_bytes
+    return saved_bytes >= MIN_SHARE * run.required_reserved_bytes or bool(fits and not run.fits and saved_bytes > 0)
 
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[ProposalRule, Suggestion]]:

@@ -25,13 +25,14 @@ def propose(context: Context) -> Iterator[Proposal]:
     if vocab_size is None or is_inference(trace) or (context.vocab_size is None and not vocabulary_tables(trace)):
         return
     copies = find_logits_storages(context)
-    if not copies:
+    live_bytes = lifetimes.find_max_live(copies).num_bytes  # 0 for logits in host memory
+    if not live_bytes:
         return
     # However many copies there were, a chunk has one in float32, and one in the head's precision if that is half.
     is_half = any(trace.storages[index].dtype in HALF_DTYPES for index in copies)
     num_elements = max(math.prod(trace.storages[index].shape) for index in copies)
     chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
-    share = min(1.0, chunk_bytes / lifetimes.find_max_live(copies).num_bytes)
+    share = min(1.0, chunk_bytes / live_bytes)
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
     losses = [trace.storages[index] for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]
     if context.spec is None and losses and all(storage.module == NONE for storage in losses):

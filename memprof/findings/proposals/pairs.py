@@ -12,6 +12,8 @@ from memprof.ledger.what_if import resize
 from memprof.trace.events import EventKind, PhaseKind, Storage, Trace
 from memprof.units import GIB
 
+MIN_SHARE = 0.01  # of the peak: smaller tensors of pairs do not decide whether the run fits
+
 _CHUNK_BYTES = GIB  # that the pairs of the rows at a time may take
 
 # Operators whose result is larger than their operands only if these are broadcast; stack joins what was broadcast.
@@ -40,7 +42,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
     }
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
-    checkpointed = ", each under torch.utils.checkpoint" if is_trained else ""
+    checkpointed = ", each under torch.utils.checkpoint" if is_trained or trace.ended_out_of_memory else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
     change = f"{rows} of the {num_rows} rows of {format_shape(storage.shape)} at a time{checkpointed}, at "
     yield Proposal(resize(trace, sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
@@ -55,13 +57,15 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
     trace = context.ledger.trace
     widths = {size for index in param_names(trace) for size in trace.storages[index].shape}
     chunked = {time for call in trace.vmaps for time in range(call.begin, call.end)}  # by chunk_size, if at all
+    min_bytes = MIN_SHARE * context.ledger.peak_bytes
     best: tuple[int, int] | None = None
     live: dict[int, int] = {}  # storage -> elements
     for time, (kind, index) in enumerate(trace.events):
         if kind is EventKind.ALLOC:
             storage = trace.storages[index]
             num_elements = math.prod(storage.shape)
-            if time not in chunked and _may_be_pairs(trace, storage, widths):
+            is_large = storage.num_bytes >= min_bytes and time not in chunked
+            if is_large and _may_be_pairs(trace, storage, widths):
                 # Stacked tensors may all be there.
                 num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
                 if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):

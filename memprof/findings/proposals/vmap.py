@@ -23,7 +23,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         if call.rows > 1:
             calls[call.source, call.function, call.rows].append(call)
     for (source, function, num_rows), own in calls.items():
-        results = [index for call in own for index in _find_results(context, call)]
+        results = {index for call in own for index in _find_results(context, call)}
         inner = [index for call in own for index in _find_batched(context, call) if index not in results]
         if not inner:
             continue
@@ -38,11 +38,11 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 def _find_batched(context: Context, call: VmapCall) -> list[int]:
     """Return the storages that the call allocates with its rows as a factor."""
-    trace = context.ledger.trace
+    trace, workspaces = context.ledger.trace, context.ledger.trace.optional_storages()  # of convolutions
     made = [ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC]
     shapes = ((index, trace.storages[index].shape) for index in made if not trace.storages[index].hidden)
     batched = [index for index, shape in shapes if shape and (shape[0] % call.rows == 0 or call.rows in shape)]
-    return batched + [index for index in made if index in trace.optional_storages()]  # workspaces of convolutions
+    return batched + [index for index in made if index in workspaces]
 
 
 def _find_results(context: Context, call: VmapCall) -> list[int]:

@@ -132,6 +132,11 @@ def test_less_is_enough_if_the_run_fits_then(alone: None) -> None:
     assert not suggest(two_tensors().context(1001 * MIB))
 
 
+def test_what_frees_nothing_is_not_suggested(alone: None) -> None:
+    shrink(1, 0, 600 * MIB)
+    assert not suggest(two_tensors().context(999 * MIB)) and not suggest(two_tensors().context())
+
+
 def test_nothing_that_frees_others_helps_a_tensor_larger_than_the_gpu(alone: None) -> None:
     shrink(1, 1, 0)
     shrink(2, 0, 300 * MIB)
