@@ -107,8 +107,8 @@ def test_temporaries_of_the_optimizer_are_more_than_both(temporary_mib: int, oth
 def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool) -> None:
     """What one stream has freed, the other takes anew: together `free_mib + used_mib` are reserved."""
     script = StreamScript()
-    script.free(script.new(free_mib * MIB, stream=3))
-    script.new(used_mib * MIB)
+    script.free(script.alloc(free_mib * MIB, stream=3))
+    script.alloc(used_mib * MIB)
     ledger = build_ledger(script.trace)
     context = Context(ledger=ledger, usable_bytes=None, streams=StreamMemory.from_ledger(ledger))
     assert bytes_of(streams.find, context) == [used_mib * MIB] * is_told
