@@ -69,6 +69,7 @@ _SLOWEST = (
     "golden/test_unchanged.py",
     "programs/",
     "planted/",
+    "reports/",
     "cli/test_printed_commands.py",
     "cli/test_profile.py",
     "unit/virtual/compiled/",

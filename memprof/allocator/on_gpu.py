@@ -22,6 +22,8 @@ class MemoryNeeds(NamedTuple):
     required_reserved_bytes: int  # as in GpuReplay
     fits: bool  # True without a GPU
     allocated_bytes: int  # peak of allocated bytes, on a GPU without limit
+    # Whether `required_reserved_bytes` are more than there is, and the run fits because cached segments are released.
+    releases_cache: bool = False
 
 
 class StreamBounds(NamedTuple):
@@ -95,7 +97,7 @@ def compute_memory_needs(
     replay.advance(writes=False)
     counters = replay.allocator.counters
     required = counters.reserved_bytes_peak
-    fits = True
+    fits, releases_cache = True, False
     if gpu is not None:
         limit = min(gpu.usable_bytes, int(config.per_process_memory_fraction * gpu.total_bytes))
         # Of a fraction each request must fit in whole, though a part of an expandable segment may be mapped already.
@@ -103,8 +105,8 @@ def compute_memory_needs(
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps after releasing the cache
             limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
             limited_replay.advance(writes=False)
-            fits = limited_replay.timeline.first_oom is None
-    return MemoryNeeds(required, fits, counters.allocated_bytes_peak)
+            fits = releases_cache = limited_replay.timeline.first_oom is None
+    return MemoryNeeds(required, fits, counters.allocated_bytes_peak, releases_cache)
 
 
 def replay_on_gpu(

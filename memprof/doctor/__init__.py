@@ -1,12 +1,23 @@
-"""Diagnoses of error messages about memory: cause, sizes, tensor, and advice (without torch).
+r"""Diagnoses of error messages about memory: cause, sizes, tensor, and advice (without torch).
 
     text -log-> [Passage] -signatures, message_sizes-> error -causes-> cause -tensors-> [Candidate] -advice-> [Advice]
+                                   \-engines-> figures, stage and options of an inference engine ---^
 
 `diagnose` runs all steps; `installation` is `memprof doctor --env`.
 """
 
-from memprof.doctor.advice import ReportedRun
-from memprof.doctor.diagnosis import Advice, Candidate, Cause, Diagnosis, MessageSizes, PrintedSize
+from memprof.doctor.diagnosis import Advice, Candidate, Cause, Diagnosis, EngineFigures, MessageSizes, PrintedSize
 from memprof.doctor.doctor import diagnose
+from memprof.doctor.reported_run import ReportedRun
 
-__all__ = ["Advice", "Candidate", "Cause", "Diagnosis", "MessageSizes", "PrintedSize", "ReportedRun", "diagnose"]
+__all__ = [
+    "Advice",
+    "Candidate",
+    "Cause",
+    "Diagnosis",
+    "EngineFigures",
+    "MessageSizes",
+    "PrintedSize",
+    "ReportedRun",
+    "diagnose",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from memprof.allocator.rounding import FRAGMENTED_SHARE
-from memprof.device.context import CONTEXT_BYTES
+from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.doctor.diagnosis import Cause, MessageSizes, PrintedSize
+from memprof.doctor.message_sizes import subtract_sizes
 from memprof.units import GIB, format_bytes
 
 _LARGE_SHARE = 0.25  # Fraction of the GPU from which on the request alone is the cause.
@@ -32,6 +33,18 @@ def find_own_bytes(sizes: MessageSizes) -> int | None:
         return own_size.num_bytes
     torch_size = sizes.reserved or sizes.allocated
     return None if torch_size is None else torch_size.num_bytes + CONTEXT_BYTES
+
+
+def find_outside_size(sizes: MessageSizes) -> PrintedSize | None:
+    """Return the memory of the GPU that is neither free nor reserved by torch; None if the message says whose it is.
+
+    torch before 2.1 does not say how much memory the process has, nor does torch on Windows and in containers.
+    """
+    total, free, torch_size = sizes.total, sizes.free, sizes.reserved
+    if sizes.process is not None or sizes.others or total is None or free is None or torch_size is None:
+        return None
+    size = subtract_sizes(total, free, torch_size)
+    return size if size.num_bytes else None
 
 
 def _find_own_size(sizes: MessageSizes) -> PrintedSize | None:
@@ -131,6 +144,11 @@ def _describe_sizes(sizes: MessageSizes) -> list[str]:
             # Only messages of MPS have the process's memory without reserved memory.
             origin = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
             lines.append(f"{format_bytes(extra)} of this process are outside torch's allocator: {origin}")
+    if sizes.outside is not None:
+        owner = "this process's context and libraries"
+        if sizes.outside.num_bytes > LARGEST_CONTEXT_BYTES:
+            owner += f" (at most {format_bytes(LARGEST_CONTEXT_BYTES)} where it was measured), and other processes"
+        lines.append(f"{sizes.outside.text} of the GPU are neither free nor reserved by torch: {owner}")
     for pid, size in list_other_processes(sizes):
         lines.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return lines

@@ -27,10 +27,13 @@ class Cause(StrEnum):
     OTHER_PROCESSES = "other-processes", "Other processes have the GPU"
     MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"
     FREE_REFUSED = "free-refused", "The driver refused memory that it calls free"
-    DEVICE_MEMORY = "device-memory", "Out of device memory; the message says no more"
+    DEVICE_MEMORY = "device-memory", "Out of device memory"
     # cuBLAS, cuDNN or NCCL found no memory outside the caching allocator.
     LIBRARY_HANDLE = "library-handle", "A CUDA library found no memory for itself"
     KV_CACHE = "kv-cache", "The engine has too little room for its KV cache"
+    # A forward, a buffer or a graph of an engine.
+    ENGINE_BATCH = "engine-batch", "The engine has too little room for the largest batch"
+    WEIGHTS = "weights", "The weights do not fit the GPU"
     ENGINE_BUDGET = "engine-budget", "Less of the GPU is free than the engine was told to take"
     MODEL_SPILLS = "model-spills", "The model does not fit the GPU, and part of it was put elsewhere"
     HOST_KILLED = "host-killed", "Killed from outside: nearly always the kernel, for want of host memory"
@@ -68,6 +71,21 @@ class MessageSizes:
     allocated: PrintedSize | None = None
     reserved: PrintedSize | None = None  # Reserved memory, which includes `allocated` and `private_pools`.
     private_pools: PrintedSize | None = None
+    # Memory of the GPU that is neither free nor reserved by torch, if the message does not say whose it is.
+    outside: PrintedSize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """The figures other than sizes in the message and log of an inference engine; None for those that they lack."""
+
+    part: str = ""  # What found no room, such as "KV cache"; empty: the message does not say.
+    length: int | None = None  # Tokens of the longest sequence, as configured or requested.
+    fitting_length: int | None = None  # Tokens of the longest sequence that fits, by the engine's own account.
+    batch: int | None = None  # Sequences, or tokens of all sequences, that are computed together.
+    fraction: float | None = None  # Fraction of the GPU that the engine was told to take.
+    least_fraction: float | None = None  # Fraction from which on it starts, by the engine's own account.
+    missing: PrintedSize | None = None  # Memory that is missing at least.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +99,8 @@ class Candidate:
     model: str = ""  # Model of the catalog with these dimensions; empty: none.
     why: str = ""  # The evidence, in one line.
     exact: bool = False  # Whether all dimensions were known, and the bytes match the message.
+    is_guess: bool = False  # Whether the model is not known, but one of the catalog that has this size.
+    in_traceback: bool = False  # Whether the traceback mentions the role.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,7 @@ class Diagnosis(JsonValue):
     line: int  # Number of the line in the log, from 1.
     count: int = 1  # Occurrences in the log; at most 60 per wording are searched.
     figures: MessageSizes = field(default_factory=MessageSizes)
+    engine: EngineFigures | None = None  # None: the error is not an engine's.
     explanation: tuple[str, ...] = ()  # Sentences, one per line.
     where: tuple[str, ...] = ()  # Relevant frames of the traceback, innermost first.
     tensors: tuple[Candidate, ...] = ()  # Candidates for the failed allocation, likeliest first.

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from memprof.doctor import advice
-from memprof.doctor.causes import find_cause
-from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, MessageSizes
+from memprof.doctor.advice import list_advice
+from memprof.doctor.causes import find_cause, find_outside_size
+from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis
 from memprof.doctor.dimensions import (
     Dimensions,
     find_batch_size,
@@ -18,16 +18,27 @@ from memprof.doctor.dimensions import (
     find_seq_length,
     get_dimensions,
 )
-from memprof.doctor.log import LogReader, Passage, clean_line, join_lines
-from memprof.doctor.signatures import SIGNATURES, Signature
+from memprof.doctor.engines import EngineError, find_engine
+from memprof.doctor.engines.engine import find_cause_of_part
+from memprof.doctor.log import LogReader
+from memprof.doctor.log_lines import Passage, clean_line, join_lines
+from memprof.doctor.reported_run import ReportedRun, find_arguments
+from memprof.doctor.signature import Signature
+from memprof.doctor.signatures import SIGNATURES
 from memprof.doctor.tensors import TensorQuery, find_candidates, find_request_range, find_roles
-from memprof.doctor.tracebacks import TracebackFrame, choose_frames, read_frames
+from memprof.doctor.torch_advice import FailedAllocation
+from memprof.doctor.tracebacks import TracebackFrame, choose_frames, find_script, read_frames
 from memprof.workload.catalog import find_model
 
 # Causes whose sizes are not those of a tensor.
 _CAUSES_WITHOUT_TENSOR = frozenset(
-    (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
-)
+    (
+        Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.ENGINE_BATCH, Cause.KV_CACHE, Cause.WEIGHTS, Cause.SHARED_MEMORY,
+        Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN,
+    )
+)  # fmt: skip
+# Sources whose requests are buffers of a whole model, cache, graph or program, or of a framework other than torch.
+_SOURCES_WITHOUT_TENSOR = frozenset(("ggml", "XLA", "TensorFlow", "TensorRT-LLM"))
 _MAX_MESSAGE = 1400  # Characters of a message; torch's longest has about 900.
 _SAME_ERROR_LINES = 8  # Lines within which matches may belong to the same message.
 MAX_DIAGNOSES = 12
@@ -46,13 +57,13 @@ class _Error:
         return self.signature.name, self.message[:160]
 
 
-def diagnose(stream: BinaryIO, name: str, options: advice.ReportedRun | None = None) -> list[Diagnosis]:
+def diagnose(stream: BinaryIO, name: str, options: ReportedRun | None = None) -> list[Diagnosis]:
     """Return the diagnoses of the errors in a log, root causes first.
 
     The log is read once, in chunks; error messages call it `name`. `options` are those of the failed run, as far as the
     user gives them. Raises UsageError: the log is not text, or the model is not in the catalog.
     """
-    options = options or advice.ReportedRun()
+    options = options or ReportedRun()
     model = find_dimensions(options.model) if options.model else None
     log = LogReader(stream, name)
     errors: list[_Error] = []
@@ -99,11 +110,12 @@ def _cut_next_error(message: str) -> str:
     return message
 
 
-def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimensions | None) -> Diagnosis:
+def _explain(error: _Error, head: str, options: ReportedRun, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     frames = read_frames(passage)
     relevant_frames = choose_frames(frames)
     sizes = signature.get_sizes(error.message)
+    sizes = replace(sizes, outside=find_outside_size(sizes))
     cause, explanation = (signature.cause, ()) if signature.cause is not None else find_cause(sizes)
     result = Diagnosis(
         cause=cause,
@@ -121,28 +133,71 @@ def _explain(error: _Error, head: str, options: advice.ReportedRun, model: Dimen
         details = mismatch.read_mismatch(error.message)
         steps = tuple(mismatch.list_advice(details, relevant_frames))
         return replace(result, title=mismatch.format_title(details), devices=details.devices, steps=steps)
-    log_text = head + passage.text_before[-8192:]
+    log_text = _find_text_before(head, passage)
+    engine_error = _find_engine_error(error, result, frames, log_text + passage.text_after)
+    if engine_error is not None:
+        name = engine_error.engine.name
+        source = name if name == signature.source else f"{signature.source} in {name}"
+        result = replace(result, cause=engine_error.cause, source=source, engine=engine_error.figures)
     if model is None and (model_name := find_model_name(log_text)) is not None:
         model = get_dimensions(find_model(model_name))
     candidates: tuple[Candidate, ...] = ()
-    if cause not in _CAUSES_WITHOUT_TENSOR and signature.source != "ggml":  # a buffer of a whole model, cache or graph
-        candidates = _find_tensors(sizes, model, options, log_text, frames)
-    run = replace(options, model=model.model if model else None)
-    if model is not None and candidates and len(candidates[0].shape) == 3 and not candidates[0].exact:
-        # Batch and length of the likeliest tensor are taken for those of the run.
-        batch, length, _ = candidates[0].shape
-        run = advice.ReportedRun(model.model, run.batch_size or batch, run.context_length or length)
+    if result.cause not in _CAUSES_WITHOUT_TENSOR and signature.source not in _SOURCES_WITHOUT_TENSOR:
+        candidates = _find_tensors(result, model, options, log_text, frames)
+    run = _describe_run(options, model, candidates, frames, log_text)
+    failed = FailedAllocation(sizes, candidates, run, frames, log_text + error.message)
+    engine_steps = None if engine_error is None else engine_error.list_advice()
     return replace(
         result,
-        title=_build_title(cause, sizes, candidates),
+        title=_build_title(result, candidates),
         tensors=candidates,
-        steps=advice.list_advice(cause, sizes, candidates, run, signature.source, log_text + error.message),
+        steps=list_advice(result.cause, signature.source, failed, engine_steps),
     )
 
 
+def _find_engine_error(
+    error: _Error, diagnosis: Diagnosis, frames: list[TracebackFrame], log: str
+) -> EngineError | None:
+    """Return what `log` says of the error if it is one of an inference engine, else None."""
+    signature = error.signature
+    engine = find_engine(signature.source, frames, error.passage.text_after.split("\n", 1)[0], log)
+    if engine is None:
+        return None
+    figures = engine.read_figures(error.message, log)
+    cause = find_cause_of_part(figures.part, diagnosis.cause)
+    stage = engine.find_stage(frozenset(frame.function.rpartition(".")[2] for frame in frames))
+    return EngineError(engine, cause, signature.name, diagnosis.figures, figures, log, stage)
+
+
+def _describe_run(
+    options: ReportedRun,
+    model: Dimensions | None,
+    candidates: tuple[Candidate, ...],
+    frames: list[TracebackFrame],
+    log_text: str,
+) -> ReportedRun:
+    """Return the failed run: by `options`, and where these are silent by the likeliest tensor and the traceback."""
+    run = replace(options, model=model.model if model else None)
+    if model is not None and candidates and len(candidates[0].shape) == 3 and not candidates[0].exact:
+        batch, length, _ = candidates[0].shape
+        run = replace(run, batch_size=run.batch_size or batch, context_length=run.context_length or length)
+    if (script := find_script(frames)) is not None:
+        run = replace(run, script=script, arguments=find_arguments(script, log_text))
+    return run
+
+
+def _find_text_before(head: str, passage: Passage) -> str:
+    """Return the beginning of the log, up to the error if that is in it, else with the text before the error."""
+    nearest = passage.text_before[-2048:]
+    start = head.find(nearest + passage.text_after[:256])
+    return head + passage.text_before[-8192:] if start < 0 else head[: start + len(nearest)]
+
+
 def _find_tensors(
-    sizes: MessageSizes, model: Dimensions | None, run: advice.ReportedRun, log_text: str, frames: list[TracebackFrame]
+    diagnosis: Diagnosis, model: Dimensions | None, run: ReportedRun, log_text: str, frames: list[TracebackFrame]
 ) -> tuple[Candidate, ...]:
+    sizes = diagnosis.figures
+    engine_batch = None if diagnosis.engine is None else diagnosis.engine.batch
     byte_range = find_request_range(sizes)
     if byte_range is None:
         return ()
@@ -153,7 +208,7 @@ def _find_tensors(
         half_dtype=model.half_dtype if model is not None else "bfloat16",
         batch=run.batch_size,
         length=run.context_length,
-        logged_numbers=tuple(value for value in (find_seq_length(log_text), find_batch_size(log_text)) if value),
+        logged_numbers=tuple(filter(None, (find_seq_length(log_text), find_batch_size(log_text), engine_batch))),
         roles=find_roles(inner_frames),
         mentions_float32=any(word in frame for frame in inner_frames for word in (".float()", "float32", "upcast")),
         allocated_bytes=None if sizes.allocated is None else sizes.allocated.high,
@@ -167,8 +222,14 @@ def _find_error_line(error: _Error) -> str:
     return text if len(text) <= 240 else text[start : start + 240] + "..."
 
 
-def _build_title(cause: Cause, sizes: MessageSizes, candidates: tuple[Candidate, ...]) -> str:
+def _build_title(diagnosis: Diagnosis, candidates: tuple[Candidate, ...]) -> str:
+    cause, sizes, engine = diagnosis.cause, diagnosis.figures, diagnosis.engine
     request = "" if sizes.tried is None else f": {sizes.tried.text}"
     capacity = f" on a device of {sizes.total.text}" if request and sizes.total is not None else ""
-    role = f", {candidates[0].role}" if candidates and cause is Cause.LARGE_TENSOR else ""
+    if engine is not None and engine.part and engine.part.lower() not in cause.headline.lower():
+        request = f" ({engine.part}){request}"
+    role = ""
+    if candidates and cause is Cause.LARGE_TENSOR:
+        first = candidates[0]
+        role = f", {'perhaps ' if first.is_guess and not first.in_traceback else ''}{first.role}"
     return f"{cause.headline}{request}{capacity}{role}"

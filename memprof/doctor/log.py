@@ -6,12 +6,11 @@ The chunks are searched as bytes, so that the disk limits the speed; memory use 
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import BinaryIO
 
+from memprof.doctor.log_lines import Passage
 from memprof.doctor.signatures import SIGNATURES
 from memprof.errors import UsageError
 
@@ -39,26 +38,18 @@ _ANCHORS = (
     "should be the same", "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
     "buffers on device", "indices should be", "CUDA_ERROR_OUT", "device type ", "the expected device", "of meta tensor",
     "Placeholder storage", "_STATUS_", "cudaHostAlloc",
-    "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error (2)",
-    "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory util", "cache blocks", "KV cache",
-    "at least one request", "Not enough memory", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
+    "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error",
+    "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory", "cache blocks", "KV cache",
+    "at least one request", "Not enough ", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
     "shared memory", "shm", "unable to open shared", "Bus error", "oom", "OOM", "low on memory", " -9", "137",
     "cuda error", "Failed to CUDA", "Cuda failure", "ncclUnhandled", "find an engine", "fallocate", "buffer size",
     "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
+    "on startup is", "maximum allowed length", "more system memory", "buffer of size",
 )  # fmt: skip
 _WORDS_BY_ANCHOR = {
     anchor.encode(): {word.encode() for signature in SIGNATURES for word in signature.words if anchor in word}
     for anchor in _ANCHORS
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A part of the log around a possible error: the text before its line, the text from its line on, and its line."""
-
-    text_before: str
-    text_after: str
-    line: int
 
 
 class LogReader:
@@ -136,37 +127,3 @@ class LogReader:
                 raise UsageError("this is no text", value=self._name, hint="give the text that the program printed")
             yield from chunks
         yield b""
-
-
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
-_BOX_BORDER = re.compile(r"^[\s│|╭╰─╮╯❱>]*[│|╭╰]\s?|\s*[│|╮╯]\s*$|[─━]{3,}")
-_LOG_PREFIX = re.compile(
-    r"^(?:"
-    r"\[(?:default\d*|rank ?\d+|\d+)\]: ?"  # torchrun
-    r"|\([\w.:]*\s*(?:pid|rank|ip)=[^)]*\) ?"  # Ray, vLLM
-    r"|SUBPROCESS: ?|[EWI]\d{4} [\d:.]+ +(?:\d+ +)?\S+:\d+\] ?"
-    r"|[\w.-]+\s+\| (?=\S| {2})"  # docker compose
-    r"|\[?\d{4}-\d\d-\d\d[T ,_][\d:.,]+(?:[+-]\d\d:?\d\d|Z)?\]?:? ?(?:- )?"
-    r"|(?:INFO|ERROR|WARNING|CRITICAL|DEBUG)(?= ):? *(?:\d\d-\d\d [\d:]+ )?(?:\[[\w./]+:\d+\] ?)?"
-    r"|\[[\w./]+:\d+\] ?"
-    r")"
-)
-
-
-def clean_line(line: str) -> str:
-    """Return `line` without ANSI colors, carriage returns, and the prefixes of launchers and loggers."""
-    line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
-    for _ in range(4):
-        line = _LOG_PREFIX.sub("", line, count=1)
-    return line
-
-
-def strip_box_borders(line: str) -> str:
-    """Return `line` without the box borders that rich draws around tracebacks."""
-    return _BOX_BORDER.sub("", line)
-
-
-def join_lines(text: str, num_lines: int = 14) -> str:
-    """Return the first `num_lines` lines of `text` as one cleaned line with single spaces."""
-    lines = [strip_box_borders(clean_line(line)).strip() for line in text.split("\n")[:num_lines]]
-    return re.sub(r"\s+", " ", " ".join(lines)).strip()

@@ -120,8 +120,9 @@ def list_advice(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Ad
         yield Advice.python(advice, "tensor = tensor.to(other.device)")
         yield Advice.python("or keep the whole model on one GPU, if it fits", 'device_map={"": 0}')
         return
-    is_input = mismatch.argument in ("index", "indices", "input")
-    if is_input or "index_select" in mismatch.kernel or "embedding" in mismatch.kernel:
+    is_lookup = "index_select" in mismatch.kernel or "embedding" in mismatch.kernel
+    is_input = is_lookup or mismatch.argument in ("index", "indices", "input")
+    if is_input:
         yield Advice.python(
             f"the inputs are on another device than the model: move the batch{location}",
             "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
@@ -134,10 +135,11 @@ def list_advice(mismatch: Mismatch, frames: list[TracebackFrame]) -> Iterator[Ad
         )
     code = "torch.zeros(n, device=other.device)  # or tensor.to(other.device)"
     yield Advice.python(f"make the tensor where the others are{location}", code)
-    yield Advice.python(
-        "a tensor that a module keeps moves with model.to() once it is a buffer",
-        'self.register_buffer("mask", mask, persistent=False)',
-    )
+    if not is_input:
+        yield Advice.python(
+            "a tensor that a module keeps moves with model.to() once it is a buffer",
+            'self.register_buffer("mask", mask, persistent=False)',
+        )
     placement = find_fixes_for("device-mismatch")[0].name
     description = "find every such place without a GPU, and put the tensors right"
     yield Advice(description, f"memprof profile --model MODEL --fix {placement}", fix=placement)

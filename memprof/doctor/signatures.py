@@ -1,65 +1,42 @@
 """The errors that `memprof doctor` recognizes: substrings to search the log for, and a pattern for the text around.
 
-The pattern must match the text without log prefixes and line breaks.
+The pattern must match the text without log prefixes and line breaks. Those of engines are in engines/.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from memprof.doctor import message_sizes as sizes
-from memprof.doctor.diagnosis import Cause, MessageSizes
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """A type of error message: how to recognize it, what prints it, its cause, and how to read its sizes."""
-
-    name: str
-    words: tuple[str, ...]  # Every such error has at least one of these substrings.
-    pattern: str  # Regular expression for the text without log prefixes and line breaks.
-    source: str  # The program or library that prints the error.
-    cause: Cause | None = None  # None: the sizes in the message decide (causes.py).
-    get_sizes: Callable[[str], MessageSizes] = lambda text: MessageSizes(tried_is_segment=False)  # Reads the sizes.
-    priority: int = 1  # The error with the lowest number explains the others in a log.
-    is_one_line: bool = False  # The pattern matches within the line of the words.
-
-
-def _make_signature(name: str, words: str, pattern: str = "", **fields: Any) -> Signature:
-    """Return a signature of which `words` has the substrings, separated by |; by default each is a pattern too."""
-    phrases = tuple(words.split("|"))
-    return Signature(name, phrases, pattern or "|".join(map(re.escape, phrases)), **fields)
+from memprof.doctor.diagnosis import Cause
+from memprof.doctor.engines import ENGINE_SIGNATURES
+from memprof.doctor.signature import Signature, make_signature
 
 
 def _make_mismatch(name: str, words: str, pattern: str = "", source: str = "torch") -> Signature:
-    return _make_signature(name, words, pattern, source=source, cause=Cause.DEVICE_MISMATCH, priority=0)
+    return make_signature(name, words, pattern, source=source, cause=Cause.DEVICE_MISMATCH, priority=0)
 
 
 # In the order of matching, specific ones first.
 SIGNATURES: tuple[Signature, ...] = (
-    _make_signature(
+    make_signature(
         "torch-oom", "Tried to allocate",
         r"(?:(?:CUDA|HIP|XPU) out of memory\. )?Tried to allocate [\d.]+ (?:bytes|[KMGT]iB)"
         r"(?:[ .]+\(?(?:GPU|XPU) |.{0,3}$)"
         r"|out of memory\. Tried to allocate [\d.]+ \w+",
         source="torch", get_sizes=sizes.read_caching_allocator, priority=0,
     ),
-    _make_signature(
+    make_signature(
         "torch-exabyte", "Tried to allocate more than 1EB", source="torch", cause=Cause.LARGE_TENSOR, priority=0,
     ),
-    _make_signature(
+    make_signature(
         "torch-preempted", "Allocation was preemptively rejected", r"would exceed per_process_memory_fraction limit",
         source="torch", cause=Cause.MEMORY_LIMIT, priority=0,
     ),
-    _make_signature(
+    make_signature(
         "malloc-async", "would exceed allowed memory", r"Allocation on device \d* ?would exceed allowed memory",
         source="torch (cudaMallocAsync)", get_sizes=sizes.read_malloc_async, priority=0,
     ),
-    _make_signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", get_sizes=sizes.read_mps, priority=0),
-    _make_signature(
+    make_signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", get_sizes=sizes.read_mps, priority=0),
+    make_signature(
         "mps-buffer", "Invalid buffer size", r"Invalid buffer size: [\d.]+ [KMGT]i?B", source="torch (MPS)",
         cause=Cause.LARGE_TENSOR, get_sizes=sizes.read_metal_buffer,
     ),
@@ -69,7 +46,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "|tensors on same device",
         r"[Ee]xpected all tensors (?:to be )?on (?:the )?same device",
     ),
-    _make_signature(
+    make_signature(
         "fragmented", "memory is fragmented", source="the program", cause=Cause.FRAGMENTATION, priority=2,
         is_one_line=True,
     ),
@@ -102,95 +79,65 @@ SIGNATURES: tuple[Signature, ...] = (
         r"Tensor on device \S+ is not on the expected device|Cannot copy out of meta tensor",
     ),
     _make_mismatch("mismatch-mps", "Placeholder storage has not been allocated on MPS", source="torch (MPS)"),
-    _make_signature(
+    make_signature(
         "cublas", "CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|HIPBLAS_STATUS_ALLOC_FAILED",
         source="cuBLAS", cause=Cause.LIBRARY_HANDLE,
     ),
-    _make_signature(
+    make_signature(
         "cudnn", "CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOC",
         source="cuDNN", cause=Cause.LIBRARY_HANDLE,
     ),
-    _make_signature(
+    make_signature(
         "nccl", "unhandled cuda error|Failed to CUDA|NCCL WARN Cuda failure|ncclUnhandledCudaError",
         r"(?:unhandled cuda error|NCCL WARN|ncclUnhandledCudaError)(?:(?!Cuda failure).){0,700}?"
         r"(?:Cuda failure (?:2 )?'out of memory'|Failed to CUDA (?:host )?c?alloc)",
         source="NCCL", cause=Cause.LIBRARY_HANDLE, get_sizes=sizes.read_nccl,
     ),
-    _make_signature(
+    make_signature(
         "nccl-unknown", "unhandled cuda error|ncclUnhandledCudaError",
         r"(?:unhandled cuda error|ncclUnhandledCudaError)(?!.{0,700}Cuda failure)", source="NCCL",
         cause=Cause.NOT_KNOWN, priority=3,
     ),
-    _make_signature(
+    make_signature(
         "cudnn-unknown", "CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine",
         r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation", source="cuDNN",
         cause=Cause.NOT_KNOWN, priority=3,
     ),
-    _make_signature(
+    make_signature(
         "bitsandbytes", "Error out of memory at line", r"Error out of memory at line \d+ in file",
         source="bitsandbytes", cause=Cause.DEVICE_MEMORY,
     ),
-    _make_signature(
-        "ggml", "cudaMalloc failed: out of memory",
-        r"(?:allocating [\d.]+ MiB on device \d+: )?cudaMalloc failed: out of memory", source="ggml",
-        cause=Cause.DEVICE_MEMORY, get_sizes=sizes.read_cuda_malloc, priority=0,
-    ),
-    _make_signature(
+    *ENGINE_SIGNATURES,
+    make_signature(
         "pinned", "pin memory thread|cudaHostAlloc|CachingHostAllocator|pin_memory",
         r"(?=.*(?:[Cc]aught RuntimeError in pin memory thread|cudaHostAlloc|CachingHostAllocator|in pin_memory))"
         r"(?=.*CUDA error: (?:out of memory|OS call failed))",
         source="torch", cause=Cause.HOST_MEMORY,
     ),
-    _make_signature(
+    make_signature(
         "cuda-error",
-        "CUDA error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
-        "|CUDA error 2|cuda runtime error (2)|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-        r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        "CUDA error: out of memory|CUDA driver error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+        "|cudaErrorMemoryAllocation|CUDA error 2|cuda runtime error (2)|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+        r"(?:CUDA(?: driver)?|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
         r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
         r"|cuda runtime error \(2\) ?: out of memory",
         source="CUDA", cause=Cause.DEVICE_MEMORY, priority=2,
     ),
-    _make_signature(
-        "tensorflow-host", "OOM when allocating tensor",
-        r"OOM when allocating tensor.{0,200}(?:CPU:\d|by allocator cpu)", source="TensorFlow", cause=Cause.HOST_MEMORY,
-        get_sizes=sizes.read_xla,
-    ),
-    _make_signature(
-        "xla", "RESOURCE_EXHAUSTED|Resource exhausted|ResourceExhaustedError",
-        r"RESOURCE_EXHAUSTED|Resource exhausted: |ResourceExhaustedError", source="XLA", cause=Cause.DEVICE_MEMORY,
-        get_sizes=sizes.read_xla,
-    ),
-    _make_signature(
-        "vllm-budget", "is less than desired GPU memory utilization",
-        r"Free memory on device.{0,60}on startup is less than desired GPU memory utilization", source="vLLM",
-        cause=Cause.ENGINE_BUDGET, get_sizes=sizes.read_engine_budget,
-    ),
-    _make_signature("vllm-no-cache", "No available memory for the cache blocks", source="vLLM", cause=Cause.KV_CACHE),
-    _make_signature(
-        "vllm-cache", "that can be stored in KV cache|To serve at least one request",
-        r"larger than the maximum number of tokens that can be stored in KV cache"
-        r"|To serve at least one request with the model\w*.?s max seq len",
-        source="vLLM", cause=Cause.KV_CACHE, get_sizes=sizes.read_kv_cache,
-    ),
-    _make_signature(
-        "sglang-cache", "Not enough memory. Please try to increase",
-        r"Not enough memory\. Please try to increase --mem-f", source="SGLang", cause=Cause.KV_CACHE,
-    ),
-    _make_signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.GPU_FULL),
-    _make_signature(
+    make_signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.GPU_FULL),
+    make_signature(
         "spilled",
         "dispatched on the CPU or the disk|offload the whole model to the disk|offloaded to the disk. Please",
         r"modules are dispatched on the CPU or the disk|trying to offload the whole model to the disk"
         r"|had weights offloaded to the disk",
         source="transformers", cause=Cause.MODEL_SPILLS,
     ),
-    _make_signature(
+    make_signature(
         "host-request", "DefaultCPUAllocator|Cannot allocate memory|Unable to allocate",
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
         r"|OSError: \[Errno 12\] Cannot allocate memory|MemoryError: Unable to allocate [\d.]+ [KMGT]iB",
         source="torch (CPU)", cause=Cause.HOST_MEMORY, get_sizes=sizes.read_host_request,
     ),
-    _make_signature(
+    make_signature(
         "shm",
         "insufficient shared memory|out of shared memory|torch_shm|write to shm|unable to open shared"
         "|failed to extend /dev/shm|posix_fallocate failed|creating shared memory segment",
@@ -201,16 +148,16 @@ SIGNATURES: tuple[Signature, ...] = (
         r"|No space left on device.{0,40}shm",
         source="torch (DataLoader)", cause=Cause.SHARED_MEMORY, priority=0,
     ),
-    _make_signature(
+    make_signature(
         "bus-error", "killed by signal: Bus error", r"DataLoader worker \(pid[^)]*\)+ is killed by signal: Bus error",
         source="torch (DataLoader)", cause=Cause.SHARED_MEMORY,
     ),
-    _make_signature(
+    make_signature(
         "kernel", "Out of memory: Kill|oom-kill:|oom_reaper|Memory cgroup out of memory|invoked oom-killer",
         r"Out of memory: Kill(?:ed)? process \d+|oom-kill:constraint|Memory cgroup out of memory|invoked oom-killer",
         source="the kernel", cause=Cause.HOST_KILLED,
     ),
-    _make_signature(
+    make_signature(
         "orchestrator",
         "OOMKilled|oom_kill event|oom-kill event|OOM Killed|out-of-memory handler|due to the node running low on memory"
         "|due to memory pressure (OOM)|the memory usage threshold|SYSTEM_OOM",
@@ -218,11 +165,11 @@ SIGNATURES: tuple[Signature, ...] = (
         r"|killed due to memory pressure|exceeds the memory usage threshold",
         source="the scheduler", cause=Cause.HOST_KILLED,
     ),
-    _make_signature(
+    make_signature(
         "worker-killed", "is killed by signal: Killed", r"DataLoader worker \(pid[^)]*\)+ is killed by signal: Killed",
         source="torch (DataLoader)", cause=Cause.HOST_KILLED, priority=2,
     ),
-    _make_signature(
+    make_signature(
         "exit-code",
         "return code = -9|exitcode: -9|exitcode  : -9|exitcode -9|exit code 137|exit status 137|exit code: 137|SIGKILL"
         "|status code 137|exited with code 137|Exit Code: 137|exit code -9",
@@ -230,11 +177,11 @@ SIGNATURES: tuple[Signature, ...] = (
         r"|(?:exit|exited|status|Exit).{0,14}\b137\b|terminated by signal SIGKILL|exitcode=-9",
         source="the system", cause=Cause.HOST_KILLED, priority=3,
     ),
-    _make_signature(
+    make_signature(
         "killed", "Killed", r"(?:^|[\s\])|*])Killed(?:\*\*|[.!])?(?:\s{2,}\S.{0,120})?$", source="the shell",
         cause=Cause.HOST_KILLED, priority=3, is_one_line=True,
     ),
-    _make_signature(
+    make_signature(
         "torch-oom-bare", "CUDA out of memory|HIP out of memory|XPU out of memory|OutOfMemoryError",
         r"(?:CUDA|HIP|XPU) out of memory|torch(?:\.cuda)?\.OutOfMemoryError", source="torch", cause=Cause.DEVICE_MEMORY,
         priority=2,

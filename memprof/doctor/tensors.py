@@ -71,7 +71,11 @@ class TensorQuery:
 
     def weigh_roles(self, *role_kinds: str) -> tuple[float, str]:
         """Return the traceback's evidence for a tensor of one of `role_kinds`: bits (0 if none), and a phrase on it."""
-        return (_TRACEBACK_BITS, "; the traceback speaks of it") if self.roles.intersection(role_kinds) else (0.0, "")
+        return (_TRACEBACK_BITS, "; the traceback speaks of it") if self.mentions(*role_kinds) else (0.0, "")
+
+    def mentions(self, *role_kinds: str) -> bool:
+        """Return whether the traceback mentions one of `role_kinds`."""
+        return bool(self.roles.intersection(role_kinds))
 
 
 # Role -> words in the code that makes tensors of the role.
@@ -108,10 +112,11 @@ def find_candidates(query: TensorQuery, max_candidates: int = 5) -> list[Candida
 def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
     model = query.model
     if model is None:
-        # A round size matches many tensors: only roles that the traceback mentions count.
-        likely_roles = query.roles if _is_round_size(query) else {"logits", "feed-forward", "attention"}
+        # A round size matches tensors of many models: it says nothing of a vocabulary, and scores need the traceback.
+        is_round = _is_round_size(query)
+        likely_roles = query.roles.intersection(("attention",)) if is_round else {"logits", "feed-forward", "attention"}
         for entry in list_catalog_dimensions():
-            if "logits" in likely_roles:
+            if "logits" in likely_roles and not _is_round(entry.vocabulary):
                 yield from _iter_row_tensors(query, entry.vocabulary, "logits", -1.0, "logits", entry)
             if "feed-forward" in likely_roles:
                 width = entry.hidden * entry.intermediate
@@ -142,8 +147,12 @@ def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
 
 def _is_round_size(query: TensorQuery) -> bool:
     """Return whether the range of bytes contains a power of two, or three times a power of two."""
-    number = _find_roundest_number(query.low, query.high)
-    return number >> ((number & -number).bit_length() - 1) <= _MAX_ODD_FACTOR
+    return _is_round(_find_roundest_number(query.low, query.high))
+
+
+def _is_round(number: int) -> bool:
+    """Return whether `number` is a power of two, or three times a power of two."""
+    return number > 0 and number >> ((number & -number).bit_length() - 1) <= _MAX_ODD_FACTOR
 
 
 def _iter_row_tensors(
@@ -156,7 +165,9 @@ def _iter_row_tensors(
     model = guess or query.model
     name = "" if model is None else model.model
     width_name = "the vocabulary" if role_kind == "logits" else "hidden x feed-forward width"
-    explanation = f"{hint_text}; {width:,} is {width_name} of {name} and others" if guess else hint_text
+    explanation = hint_text
+    if guess:
+        explanation += f"; the model is a guess: {width:,} is {width_name} of {name} and others"
     for dtype, itemsize, dtype_bits in query.dtypes:
         row_bytes = width * itemsize
         for tokens, bits, is_exact, reason in _iter_token_counts(query, row_bytes):
@@ -166,7 +177,10 @@ def _iter_row_tensors(
                 continue
             shape = (*_split_tokens(query, tokens), width)
             bits -= 2 * max(0.0, math.log2(tokens / _COMMON_MAX_TOKENS))
-            candidate = Candidate(shape, dtype, role, tokens * row_bytes, name, reason + explanation, is_exact)
+            candidate = Candidate(
+                shape, dtype, role, tokens * row_bytes, name, reason + explanation, is_exact,
+                is_guess=guess is not None, in_traceback=query.mentions(role_kind),
+            )  # fmt: skip
             yield bits + prior + hint_bits + dtype_bits, candidate
 
 
@@ -237,7 +251,10 @@ def _iter_score_tensors(
                 bits, is_exact = _measure_roundness(length, max_length - min_length) - math.log2(batch), False
                 reason = f"the square of {length:,} positions"
             shape = (batch, heads, length, length)
-            candidate = Candidate(shape, dtype, role, math.prod(shape) * itemsize, name, reason + hint_text, is_exact)
+            candidate = Candidate(
+                shape, dtype, role, math.prod(shape) * itemsize, name, reason + hint_text, is_exact,
+                is_guess=query.model is None, in_traceback=query.mentions("attention"),
+            )  # fmt: skip
             yield bits + prior + hint_bits + dtype_bits, candidate
 
 
@@ -262,7 +279,11 @@ def _iter_weight_tensors(query: TensorQuery, model: Dimensions) -> Iterator[tupl
         for dtype, itemsize, dtype_bits in query.dtypes:
             num_bytes = math.prod(shape) * itemsize
             if num_bytes and query.low <= num_bytes <= query.high:
-                candidate = Candidate(shape, dtype, role, num_bytes, model.model, f"its size exactly{hint_text}", True)
+                in_traceback = query.mentions(role_kind, "weights", "optimizer")
+                why = f"its size exactly{hint_text}"
+                candidate = Candidate(
+                    shape, dtype, role, num_bytes, model.model, why, exact=True, in_traceback=in_traceback
+                )
                 yield -math.log2(relative_span) + prior + hint_bits + dtype_bits, candidate
 
 

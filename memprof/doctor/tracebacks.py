@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from memprof.doctor.log import Passage, clean_line, strip_box_borders
+from memprof.doctor.log_lines import Passage, clean_line, strip_box_borders
 
 _PYTHON_FRAME = re.compile(r'\bFile "([^"]+)", line (\d+)(?:, in (\S+))?')
 _IPYTHON_FRAME = re.compile(
     r"^(?:File |Input In |Cell )?((?:[\w.~/\\:<>-]+\.py|<ipython[^>]*>|[\w.~/\\:-]+\.py)):(\d+),? in ([\w.<>]+)"
 )
+_CELL_FRAME = re.compile(r"^(?:Cell )?(In\s?\[\d+\]), line (\d+)")
 _RICH_FRAME = re.compile(r"^\s*((?:[A-Za-z]:)?[\w.~/\\ -]+\.py):(\d+) in (\S+)")
 _ARROW_LINE = re.compile(r"^\s*(?:-+>|❱|>)\s*\d+ ?[│|]?\s*(.*)$")
 _RANK_PREFIX = re.compile(r"\[rank ?\d+\]|\[default\d*\]|\bpid=\d+")
@@ -69,6 +70,9 @@ def read_frames(passage: Passage) -> list[TracebackFrame]:
         if match:
             frames.append(TracebackFrame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
             continue
+        if (cell := _CELL_FRAME.match(unboxed)) is not None:
+            frames.append(TracebackFrame(cell[1], int(cell[2]), ""))
+            continue
         arrow = _ARROW_LINE.match(unboxed) or _ARROW_LINE.match(line.replace("│", "", 1))
         if arrow and frames and not frames[-1].code:
             last = frames.pop()
@@ -84,3 +88,12 @@ def choose_frames(frames: list[TracebackFrame]) -> list[TracebackFrame]:
     if innermost is None:
         return frames[-1:]
     return [innermost] if user_frame is None or user_frame == innermost else [innermost, user_frame]
+
+
+def find_script(frames: list[TracebackFrame]) -> str | None:
+    """Return the path of the script that the user ran, as the outermost frame has it; None if it is not a file."""
+    for frame in frames:
+        if frame.function == "<module>" and not frame.is_in_library:
+            is_file = frame.file.endswith(".py") and "ipykernel_" not in frame.file
+            return frame.file if is_file else None
+    return None

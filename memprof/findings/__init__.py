@@ -1,8 +1,8 @@
 """Findings: a run's memory problems, with bytes and evidence. Each file has one rule; `find_all` applies all rules."""
 
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, Suggestion
 
-__all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]
+__all__ = ["Context", "Evidence", "Finding", "Severity", "Suggestion", "find_all"]
 
 
 def find_all(context: Context, *, for_search: bool = False) -> list[Finding]:

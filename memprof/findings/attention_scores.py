@@ -6,6 +6,7 @@ import math
 
 from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.findings.suggestions import list_fix_names, suggest_against
 from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
@@ -15,7 +16,7 @@ MIN_LENGTH = 256  # shorter sequences have small scores, and a length may equal 
 MIN_SHARE = 0.05  # of the peak; reported if scores and masks take more than this share, or MIN_BYTES
 MIN_BYTES = GIB
 
-_PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
+PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
 _IMAGE_OPS = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
@@ -48,7 +49,7 @@ def find(context: Context) -> list[Finding]:
         *evidence.tensors_evidence(context, labels, max_live.event, labels.__getitem__),
         Evidence(f"{count_text} with {format_bytes(at_peak.num_bytes)} live at the peak", num_bytes=at_peak.num_bytes),
     ]
-    fixes = evidence.suggest_fixes(context, "attention-scores")
+    found = suggest_against(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in labels):
         # Only the math backend of scaled_dot_product_attention calls this softmax: the program uses SDPA already.
         lines.append(
@@ -58,11 +59,8 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        fixes = evidence.suggest_fixes(context, "attention-scores of sdpa")
-    elif "scores" in labels.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in labels):
-        # No product of queries and keys (graph attention adds two terms): no fused kernel computes such scores.
-        fixes = ()
-    return [Finding("attention-scores", Severity.WARNING, title, max_live.num_bytes, tuple(lines), fixes)]
+    fixes, num_bytes = list_fix_names(found), max_live.num_bytes
+    return [Finding("attention-scores", Severity.WARNING, title, num_bytes, tuple(lines), fixes, suggestions=found)]
 
 
 @cache_per_context
@@ -85,7 +83,7 @@ def find_score_storages(context: Context) -> dict[int, str]:
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
-    is_product_op, is_image = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGE_OPS) for op in trace.ops]
+    is_product_op, is_image = [op in PRODUCTS for op in trace.ops], [op.startswith(_IMAGE_OPS) for op in trace.ops]
     layer_widths = _find_layer_widths(trace)
     product_sizes = {
         math.prod(storage.shape)
@@ -137,11 +135,11 @@ def find_score_storages(context: Context) -> dict[int, str]:
 def _find_layer_widths(trace: Trace) -> set[int]:
     """Return the output widths of linear layers: columns of 2-D matrix products, if no batched product has as many."""
     widths = {s.shape[-1] for s in trace.storages if trace.op(s) in _LINEAR and len(s.shape) == 2}
-    return widths - {s.shape[-1] for s in trace.storages if trace.op(s) in _PRODUCTS - _LINEAR}
+    return widths - {s.shape[-1] for s in trace.storages if trace.op(s) in PRODUCTS - _LINEAR}
 
 
 def _is_mask(trace: Trace, storage: Storage) -> bool:
     op = trace.op(storage)
     if storage.dtype in _MASK_DTYPES:
         return True
-    return len(storage.shape) >= 4 and storage.shape[-3] == 1 and op not in _PRODUCTS and "softmax" not in op
+    return len(storage.shape) >= 4 and storage.shape[-3] == 1 and op not in PRODUCTS and "softmax" not in op

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, suggest_fixes, tensor_evidence
+from collections import defaultdict
+
+from memprof.findings.evidence import caller_key, file_and_line, format_shape, percent, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.ledger.categories import Category
+from memprof.findings.suggestions import list_fix_names, suggest
+from memprof.ledger.stage_amounts import OutOfMemoryMoment
 from memprof.ledger.stages import Span, format_stage
-from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
-MIN_SHARE = 0.05  # of the peak: smaller categories are not listed, and get no fixes
+MAX_LIVE_KINDS = 3  # of tensors that are named where memory runs out
+MIN_LIVE_SHARE = 0.1  # of the memory of the GPU
+MIN_SHARE = 0.05  # of the peak: smaller categories are not listed
 
 
 @rule(30)
@@ -57,23 +61,37 @@ def find(context: Context) -> list[Finding]:
         f"{at_least}{format_bytes(needed_bytes)}, {format_bytes(shortfall)} more than the "
         f"{format_bytes(oom.limit_bytes)} there are"
     )
-    return [
-        Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _suggest_category_fixes(context))
-    ]
+    evidence += _make_live_evidence(context, oom)
+    found = suggest(context)
+    fixes = list_fix_names(found)
+    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), fixes, suggestions=found)]
+
+
+def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Evidence]:
+    """Return evidence of the kinds of tensors with the most bytes where memory runs out: those with at least
+    `MIN_LIVE_SHARE` of the memory, or with a tensor larger than the failed allocation."""
+    ledger, lifetimes = context.ledger, context.lifetimes
+    trace = ledger.trace
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in lifetimes.find_live(oom.event, range(len(trace.storages))).storages:
+        s = trace.storages[index]
+        if index != oom.storage and s.device == trace.device and not s.hidden:
+            key = (ledger.categories[index], s.shape, s.dtype, s.op, s.source, caller_key(trace, index))
+            kinds[key].append(index)
+    evidence = []
+    for (category, *_), members in sorted(kinds.items(), key=lambda kind: -lifetimes.sum_bytes(kind[1])):
+        num_bytes, example = lifetimes.sum_bytes(members), members[0]
+        s = trace.storages[example]
+        if num_bytes < MIN_LIVE_SHARE * oom.limit_bytes and s.num_bytes <= oom.tried_bytes:
+            continue
+        text = (
+            f"in use: {f'{len(members)} x ' if len(members) > 1 else ''}{format_bytes(s.num_bytes)} of {category}, "
+            f"{format_shape(s.shape)} {s.dtype} in {trace.op(s)} at {file_and_line(trace.source_line(s))}"
+        )
+        evidence.append(tensor_evidence(trace, example, text, num_bytes=num_bytes))
+    return evidence[:MAX_LIVE_KINDS]
 
 
 def stage_text(span: Span) -> str:
     """Return the stage and step of `span` as text: "layer 3 of step 1"."""
     return format_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
-
-
-def _suggest_category_fixes(context: Context) -> tuple[str, ...]:
-    """Return the fixes that reduce large categories, those for the largest category first."""
-    ledger = context.ledger
-    problems = []
-    for category, num_bytes in ledger.sum_by_category().items():
-        if num_bytes < MIN_SHARE * ledger.peak_bytes:
-            continue
-        in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP
-        problems.append("optimizer-step-temporaries" if in_step else category.value)
-    return suggest_fixes(context, *problems)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
+from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
@@ -19,8 +22,9 @@ _TRAINER = "transformers/trainer"
 def find(context: Context) -> list[Finding]:
     """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model and tensors created outside modules count. A KV cache, other tensors created inside modules,
-    and tensors that the rule `memory-growth` reports do not.
+    Outputs of the model, tensors created outside modules, and tensors created inside a model in training mode that no
+    later call uses count: a hook may have kept these. A KV cache, other tensors created inside modules, and tensors
+    that the rule `memory-growth` reports do not.
     """
     trace = context.ledger.trace
     findings: dict[int, Finding] = {}
@@ -29,7 +33,7 @@ def find(context: Context) -> list[Finding]:
         candidates = [
             index
             for index in new_storages(context, loop[0].begin, loop[-1].end)
-            if trace.storages[index].module == NONE or index in outputs
+            if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop)
         ]
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
         reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
@@ -46,6 +50,16 @@ def find(context: Context) -> list[Finding]:
     return list(findings.values())
 
 
+def _is_kept_unused(context: Context, index: int, loop: list[Forward]) -> bool:
+    """Return whether the storage `index` is of a call in training mode, and no operator uses it after that call.
+
+    In eval mode a model may keep a cache of its own, to be read in calls that the run did not come to.
+    """
+    last_uses, birth = context.ledger.trace.last_uses, context.lifetimes.births[index]
+    forward = loop[bisect.bisect_right(loop, birth, key=lambda forward: forward.end)]
+    return forward.training and bool(last_uses) and last_uses[index] <= forward.end
+
+
 def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
     return sum(leak.bytes_each for leak in leaks)
 
@@ -55,9 +69,13 @@ def _make_finding(
 ) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
+    outputs = {index for forward in loop for index in forward.outputs}
+    kept_storages = (index for leaks in holders.values() for leak in leaks for index in leak.storages)
+    is_inside = any(trace.storages[index].module != NONE and index not in outputs for index in kept_storages)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
+    kept = "Tensors" if is_inside else "Outputs"
     title = (
-        f"Outputs of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
+        f"{kept} of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left_bytes)} after the last{growth.format_holders(*holders)}"
     )
     evidence = []
@@ -72,6 +90,12 @@ def _make_finding(
     if exhaustion is not None:
         evidence.append(exhaustion)
     evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
+    if is_inside:
+        source = trace.source_at(loop[-1].source)
+        text = (
+            f"fix: {name} is in training mode, in which hooks may keep more: call eval() before {file_and_line(source)}"
+        )
+        evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), ())
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import bisect
+from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import LeakGroup, by_holder, find_leaks, format_holders, holder_evidence, leak_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.findings.growth import (
+    LeakGroup,
+    by_holder,
+    find_leaks,
+    format_holders,
+    holder_evidence,
+    leak_evidence,
+    make_key,
+)
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
@@ -23,12 +32,32 @@ def find(context: Context) -> list[Finding]:
     Conditions: the module was in eval mode, autograd created nodes for the call, and all tensors saved by the call were
     freed before the next backward pass began (or the program ended without one after at least two such calls).
     """
+    return [_make_finding(context, kept) for kept in _find_kept_graphs(context)]
+
+
+def find_covered_storages(context: Context) -> frozenset[int]:
+    """Return the storages that the findings of this rule are about, which are no other finding's."""
+    return frozenset().union(*(kept.storages for kept in _find_kept_graphs(context)))
+
+
+class _KeptGraphs(NamedTuple):
+    """Graphs of the calls of one module, kept for a backward that never comes."""
+
+    loops: list[list[Forward]]
+    num_bytes: int  # the peak of what the calls have saved
+    groups: dict[Holder | None, list[LeakGroup]]  # what accumulates over the calls of the longest loop
+    storages: frozenset[int]  # what the calls have saved, and what accumulates
+
+
+@cache_per_context
+def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
+    """Return the kept graphs of each module that is called in eval mode with gradients."""
     trace = context.ledger.trace
     training_events = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
     for loop in find_call_loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
         by_module.setdefault(loop[0].module, []).append(loop)
-    findings = []
+    result = []
     for all_loops in by_module.values():
         saved: list[int] = []
         loops: list[list[Forward]] = []
@@ -37,10 +66,17 @@ def find(context: Context) -> list[Finding]:
             if saved_in_loop is not None:
                 saved += saved_in_loop
                 loops.append(loop)
-        max_live = context.lifetimes.find_max_live(saved)
-        if max_live.num_bytes >= MIN_BYTES:
-            findings.append(_make_finding(context, loops, max_live.num_bytes))
-    return findings
+        num_bytes = context.lifetimes.find_max_live(saved).num_bytes
+        if num_bytes < MIN_BYTES:
+            continue
+        made = {id(loop): new_storages(context, loop[0].begin, loop[-1].end) for loop in loops}
+        longest = max(loops, key=len)
+        leaks = find_leaks(context, made[id(longest)], [forward.end - 1 for forward in longest])
+        groups = _select_reported_groups(by_holder(trace, leaks))
+        keys = {leak.key for group in groups.values() for leak in group}
+        growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
+        result.append(_KeptGraphs(loops, num_bytes, groups, frozenset(saved).union(growing)))
+    return result
 
 
 def _find_saved_storages(context: Context, loop: list[Forward], training_events: list[int]) -> list[int] | None:
@@ -61,18 +97,13 @@ def _find_saved_storages(context: Context, loop: list[Forward], training_events:
     return saved
 
 
-def _make_finding(context: Context, loops: list[list[Forward]], num_bytes: int) -> Finding:
-    trace = context.ledger.trace
-    calls = [forward for loop in loops for forward in loop]
+def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
+    trace, num_bytes, groups = context.ledger.trace, kept.num_bytes, kept.groups
+    calls = [forward for loop in kept.loops for forward in loop]
     name = trace.modules[calls[0].module].class_name
     source = trace.source_at(calls[0].source)
     line = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
-    longest = max(loops, key=len)
-    leaks = find_leaks(
-        context, new_storages(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
-    )
-    groups = _select_reported_groups(by_holder(trace, leaks))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {line}, which keep up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
@@ -81,7 +112,7 @@ def _make_finding(context: Context, loops: list[list[Forward]], num_bytes: int) 
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
-    evidence += _make_growth_evidence(context, longest, groups)
+    evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())

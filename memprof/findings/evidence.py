@@ -59,44 +59,52 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 # -- fixes -------------------------------------------------------------------------------------------------------
 
 
-def suggest_fixes(context: Context, *problems: str) -> tuple[str, ...]:
-    """Return fixes against `problems` (categories or ids of findings), best first, that the run could still apply."""
-    spec = context.spec
-    on = {fix.partition("=")[0] for fix in context.fixes} & set(FIXES)
+def suggest_fixes(context: Context, problem: str) -> tuple[str, ...]:
+    """Return fixes whose entry names `problem`, the id of a finding, best first, that the run could still apply."""
+    return tuple(fix.name for fix in find_fixes_for(problem) if is_applicable(context, fix))
+
+
+def is_applicable(context: Context, fix: Fix) -> bool:
+    """Return whether the run could still apply `fix`: it is not on, goes with those that are, and suits the run."""
+    spec, trace = context.spec, context.ledger.trace
+    on = {name.partition("=")[0] for name in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(list_active_fixes(spec))
-    trace = context.ledger.trace
-    on |= {fix.name for fix in FIXES.values() if fix.compiles and trace.compiling is not None}
+    on |= {other.name for other in FIXES.values() if other.compiles and trace.compiling is not None}
+    if fix.name in on or any(find_conflict(fix, other) for other in on):
+        return False
+    if (fix.training_only and is_inference(trace)) or (fix.for_float32 and has_half_tensors(trace)):
+        return False
+    if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
+        return False
+    if fix.for_models and (spec is None or spec.npt is None):
+        return False
+    return spec is None or find_useless_reason(fix, spec) is None
+
+
+def is_inference(trace: Trace) -> bool:
+    """Return whether a run only infers; without a known forward, or where memory ran out early, it may be training."""
     kinds = {phase.kind for phase in trace.phases}
-    # A run without a known forward, or one that ran out of memory early, may be training.
-    is_inference = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
+    return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
 
-    has_half_tensors = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
-    def helps(fix: Fix) -> bool:
-        if (fix.training_only and is_inference) or (fix.for_float32 and has_half_tensors):
-            return False
-        if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
-            return False
-        if fix.for_models and (spec is None or spec.npt is None):
-            return False
-        return spec is None or find_useless_reason(fix, spec) is None
-
-    helpful = dict.fromkeys(fix.name for problem in problems for fix in find_fixes_for(problem))
-    return tuple(
-        name
-        for name in helpful
-        if name not in on and not any(find_conflict(FIXES[name], other) for other in on) and helps(FIXES[name])
-    )
+def has_half_tensors(trace: Trace) -> bool:
+    """Return whether any tensor of the run is in half precision."""
+    return any(storage.dtype in HALF_DTYPES for storage in trace.storages)
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------
 
 
 def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
-    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages."""
+    """Return evidence of the storage `index`; `num_bytes` replaces its size if `text` describes several storages.
+
+    If `text` names the line that allocated it (`file_and_line`), the program's lines that led there are added:
+    "at model.py:12, called by torch.func.vmap at train.py:31".
+    """
     storage = trace.storages[index]
+    line = re.escape(file_and_line(trace.source_line(storage)))
     return Evidence(
-        text=text,
+        text=re.sub(rf"{line}(?!\d)", lambda match: match[0] + _format_callers(trace, index), text, count=1),
         num_bytes=storage.num_bytes if num_bytes is None else num_bytes,
         shape=storage.shape,
         dtype=storage.dtype,
@@ -104,6 +112,18 @@ def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | Non
         op=trace.op(storage),
         source=trace.source_line(storage),
         device=storage.device,
+    )
+
+
+def caller_key(trace: Trace, index: int) -> tuple[object, ...]:
+    """Return what is equal for storages with the same callers."""
+    return tuple((caller.source, caller.by) for caller in trace.list_callers(index))
+
+
+def _format_callers(trace: Trace, index: int) -> str:
+    return "".join(
+        f", called {f'by {caller.by} ' if caller.by else ''}at {file_and_line(trace.sources[caller.source])}"
+        for caller in trace.list_callers(index)
     )
 
 
@@ -118,15 +138,15 @@ def tensors_evidence(
 ) -> tuple[Evidence, ...]:
     """Return one evidence for each group of equal tensors among `storages`, the group with the most live bytes first.
 
-    Tensors are equal if label, shape, dtype, operator, source line and module (without layer numbers) are equal.
+    Tensors are equal if label, shape, dtype, operator, module (without layer numbers), source line and its callers are.
     `num_bytes` is the size of one tensor; the text counts the tensors live at event index `event` and at the peak.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in storages:
         s = trace.storages[index]
-        key = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
-        kinds[key].append(index)
+        kind = (get_label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        kinds[*kind, caller_key(trace, index)].append(index)
     lines = []
     for indices in kinds.values():
         example = indices[0]

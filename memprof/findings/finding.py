@@ -40,6 +40,17 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change of the program, and what a replay of the recorded run with this change needs."""
+
+    text: str  # One line for display: the change and its effect.
+    fix: str | None  # The fix that makes this change, NAME or NAME=VALUE; None: the program's code has to.
+    required_bytes: int  # Reserved peak of the recorded run with this change.
+    fits: bool | None  # Whether the recorded run then fits; None: no GPU is given.
+    num_bytes: int = field(metadata=json_name("bytes", last=True))  # By which the reserved peak is lower.
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Something that costs memory or stops the run, with evidence and suggested fixes."""
 
@@ -51,6 +62,12 @@ class Finding:
     fixes: tuple[str, ...]  # Names of fixes, most helpful first.
     # Whether the run does not fit, and would without what was found: such a finding is shown first.
     is_decisive: bool = field(default=False, metadata=json_name(None))
+    suggestions: tuple[Suggestion, ...] = ()  # Changes with their effect, which `fixes` has the names of, where known.
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Return a key that sorts findings: the cause of a run that does not fit first, then by severity and bytes."""
+        return not self.is_decisive, list(Severity).index(self.severity), -(self.num_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)

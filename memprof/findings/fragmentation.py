@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from memprof.allocator import GpuReplay, MemoryNeeds
 from memprof.findings.does_not_fit import stage_text
+from memprof.findings.effect import format_reserved
 from memprof.findings.evidence import (
     file_and_line,
     format_shape,
@@ -36,27 +37,38 @@ MAX_SHOWN = 5  # kinds of segments in the evidence
 @rule(80)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the free reserved memory at the failed allocation, if the run would
-    fit without fragmentation, else the difference between the peaks of reserved and allocated memory."""
+    fit without fragmentation, else the difference between the peaks of reserved and allocated memory.
+
+    Nothing is found where memory runs out with less than MIN_SHARE free, and would with expandable segments too; where
+    it would run out anyway, only of a run that ends there.
+    """
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
     if is_decisive and oom is not None:
         stage, reserved, free_bytes = oom.stage, oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
-        segments, owners = run.layout_at_oom()
     else:
-        event, stage, reserved = ledger.peak_reserved_event, ledger.peak_reserved_stage, ledger.peak_reserved_bytes
+        stage, reserved = ledger.peak_reserved_stage, ledger.peak_reserved_bytes
         free_bytes = reserved - ledger.peak_bytes
         if free_bytes < MIN_BYTES or free_bytes < MIN_SHARE * reserved:
             return []
-        segments, owners = run.layout_at(event)
+    expandable = None
+    if not run.config.expandable_segments and run.release.has_expandable_segments:
+        expandable = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
+    is_little = oom is not None and oom.reserved_bytes - oom.in_use_bytes < MIN_SHARE * oom.reserved_bytes
+    # Of a run that goes on in the replay, the whole need is known, and expandable segments may reduce it.
+    is_last = is_decisive or ledger.trace.ended_out_of_memory
+    if is_little and is_last and (expandable is None or not expandable.fits):
+        return []
+    segments, owners = run.layout_at_oom() if is_decisive else run.layout_at(ledger.peak_reserved_event)
     evidence = [*_make_free_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]
     fixes: tuple[str, ...] = ()
-    if not run.config.expandable_segments and run.release.has_expandable_segments:
-        other = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
-        saved_bytes = run.required_reserved_bytes - other.required_reserved_bytes
-        if saved_bytes >= MIN_GAIN * free_bytes or other.fits > run.fits:
+    if expandable is not None:
+        saved_bytes = run.required_reserved_bytes - expandable.required_reserved_bytes
+        if saved_bytes >= MIN_GAIN * free_bytes or expandable.fits > run.fits:
             fixes = suggest_fixes(context, "fragmentation")
-        evidence.append(_make_expandable_evidence(run, other, ended_out_of_memory=ledger.trace.ended_out_of_memory))
+        is_cut = ledger.trace.ended_out_of_memory
+        evidence.append(_make_expandable_evidence(run, expandable, ended_out_of_memory=is_cut))
     evidence += _make_pinned_evidence(ledger.trace, segments, owners)
     free_text, share, peak_text = (
         format_bytes(free_bytes),
@@ -156,7 +168,7 @@ def _describe_storage(trace: Trace, index: int) -> str:
 def _make_expandable_evidence(run: GpuReplay, other: MemoryNeeds, *, ended_out_of_memory: bool) -> Evidence:
     """Return evidence that compares the replay `run` with `other`, the replay with expandable segments."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
-    text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    text = f"with {EXPANDABLE_SEGMENTS} the run {format_reserved(other, before)}"
     if run.gpu is not None:
         fit_texts = {False: "does not fit", True: "fits"}
         was, now = fit_texts[run.fits], fit_texts[other.fits]

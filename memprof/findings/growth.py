@@ -23,7 +23,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import ROLES_PER_STEP, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, ROLES_OF_MODELS, ROLES_PER_STEP, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -68,14 +68,14 @@ def find_leaks(context: Context, storages: Iterable[int], ends: Sequence[int]) -
     leaks = []
     join_ops = {index for index, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
-        curve = _compute_curve(context, members, ends, survivors_only=True)
+        curve = compute_curve(context, members, ends, survivors_only=True)
         is_leak = is_growing(curve, count_idle_iterations(context, members, ends))
         is_recreated = not is_leak
         if is_recreated and key[0] in join_ops:
-            curve = _compute_curve(context, members, ends, survivors_only=False)
-            is_leak = is_growing(curve) and curve[-1] <= 2 * _compute_median_rise(curve) * len(curve)
+            curve = compute_curve(context, members, ends, survivors_only=False)
+            is_leak = is_growing(curve) and curve[-1] <= 2 * compute_median_rise(curve) * len(curve)
         elif is_recreated and is_rising_constantly(context, members, ends):
-            curve = _compute_curve(context, members, ends, survivors_only=False)
+            curve = compute_curve(context, members, ends, survivors_only=False)
             is_leak = is_growing(curve)
         if is_leak:
             live = lifetimes.find_live(ends[-1], members).storages
@@ -162,15 +162,15 @@ def _compute_bytes_per_iteration(curve: Sequence[int]) -> int:
     first = next(index for index, (before, after) in enumerate(pairwise(curve)) if after > before)
     rising = curve[first:]
     is_steady = all(after > before for before, after in pairwise(rising))
-    return _compute_median_rise(rising) if is_steady else (rising[-1] - rising[0]) // (len(rising) - 1)
+    return compute_median_rise(rising) if is_steady else (rising[-1] - rising[0]) // (len(rising) - 1)
 
 
-def _compute_median_rise(curve: Sequence[int]) -> int:
+def compute_median_rise(curve: Sequence[int]) -> int:
     """Return the median rise of `curve` over the iterations that add bytes."""
     return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
 
 
-def _compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
+def compute_curve(context: Context, members: list[int], ends: Sequence[int], *, survivors_only: bool) -> list[int]:
     """Return the live bytes of `members` at each of `ends`, with `survivors_only` of those live at the end before."""
     lifetimes = context.lifetimes
     changes: list[tuple[int, int]] = []
@@ -219,6 +219,32 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 # -- holders --------------------------------------------------------------------------------------------------------
 
 
+@cache_per_context
+def find_growing_storages(context: Context) -> frozenset[int]:
+    """Return the storages that accumulate over training steps, with the counterparts in a step that has not ended, and
+    without those of models that are built later."""
+    trace = context.ledger.trace
+    leaks = [leak for group in find_step_leaks(context).values() for leak in group if not is_of_model(trace, leak)]
+    growing = {index for leak in leaks for index in leak.storages}
+    keys = {leak.key for leak in leaks}
+    later = range(max(growing, default=len(trace.storages)) + 1, len(trace.storages))
+    return frozenset(growing.union(index for index in later if make_key(trace, index) in keys))
+
+
+def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
+    """Return whether `leak` is of parts of models that were built later: parameters, buffers, optimizer state."""
+    return any(index in trace.owners and trace.owners[index].role in ROLES_OF_MODELS for index in leak.storages)
+
+
+def find_idle_holder(trace: Trace, storages: Iterable[int]) -> Holder | None:
+    """Return the holder that was seen to keep most of `storages` unused; None if none had any."""
+    wanted = set(storages)
+    holders = [holder for holder in trace.idle_holders if holder.kind != AUTOCAST_KIND]
+    counts = [(len(wanted.intersection(holder.storages)), holder) for holder in holders]
+    count, holder = max(counts, key=lambda pair: pair[0], default=(0, None))
+    return holder if count else None
+
+
 def find_holder(trace: Trace, leak: LeakGroup, leak_keys: set[Key]) -> Holder | None:
     """Return the holder of tensors with the key of `leak`, else the holder of the largest autograd graph, else None.
 
@@ -239,6 +265,8 @@ def is_running_sum(holder: Holder) -> bool:
 def describe_holder(holder: Holder) -> str:
     """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
+    if kind in set(CycleKind):
+        return f"a {kind}, {holder.name}"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
@@ -253,7 +281,12 @@ def format_holders(*holders: Holder | None) -> str:
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
-    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known."""
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known.
+
+    A holder with a method `reset`, such as a metric, is to be emptied by it before anything else is changed.
+    """
+    if holder is not None and holder.has_reset:
+        fix = f"call reset() at the end of each epoch, or {fix}"
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)
@@ -264,7 +297,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
-    preposition = ", filled at" if holder.fills else " of"
+    preposition = ", closed at" if holder.kind in set(CycleKind) else ", filled at" if holder.fills else " of"
     location = "" if holder.source is None else f"{preposition} {file_and_line(holder.source)}"
     return Evidence(f"kept by {describe_holder(holder)}{location}", source=holder.source)
 

@@ -6,7 +6,8 @@ import math
 
 from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.ledger.categories import Category, is_half_precision_copy
+from memprof.findings.suggestions import list_fix_names, suggest_against
+from memprof.ledger.categories import is_half_precision_copy
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -52,8 +53,9 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = evidence.tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    fixes = evidence.suggest_fixes(context, Category.LOGITS_AND_LOSS)
-    return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), fixes)]
+    found = suggest_against(context, "logits-explosion")
+    fixes, lines = list_fix_names(found), (*lines, summary)
+    return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, lines, fixes, suggestions=found)]
 
 
 def find_logits_storages(context: Context) -> list[int]:

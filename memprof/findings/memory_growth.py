@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import plural
+import bisect
+
+from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
+from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     MIN_STEP_BYTES,
     LeakGroup,
@@ -13,13 +16,25 @@ from memprof.findings.growth import (
     format_holders,
     holder_evidence,
     holder_fix_evidence,
+    is_of_model,
     leak_evidence,
 )
+from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import Holder
+from memprof.trace.events import CycleKind, Holder, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
+
+
+_CYCLE_FIXES = {
+    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
+    "step",
+    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
+    CycleKind.FUNCTION: "let the function not refer to what it is registered on, or remove it (handle.remove())",
+    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
+    "only when Python's garbage collector happens to run (gc.collect())",
+}
 
 
 @rule(50)
@@ -30,11 +45,34 @@ def find(context: Context) -> list[Finding]:
     """
     steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
-    return [
+    findings: list[Finding | None] = [
         _make_finding(context, holder, leaks, len(steps), growth)
-        for holder, leaks in find_step_leaks(context).items()
-        if _is_reported(holder, leaks, growth)
+        for holder, leaks in _find_reported_leaks(context).items()
     ]
+    until_peak = find_growth_until_peak(context)
+    if until_peak is not None:
+        findings += [_make_finding_until_peak(context, until_peak, *leaks) for leaks in until_peak.leaks.items()]
+    return [finding for finding in findings if finding is not None]
+
+
+def find_covered_storages(context: Context) -> frozenset[int]:
+    """Return the storages that the findings of this rule are about."""
+    groups = _find_reported_leaks(context).values()
+    return frozenset(index for leaks in groups for leak in leaks for index in leak.storages)
+
+
+@cache_per_context
+def _find_reported_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
+    """Return holder -> leaks, without those of whole models, which `idle-memory` reports, and what is no finding."""
+    trace = context.ledger.trace
+    growth = predict_growth(context)
+    result = {}
+    for holder, leaks in find_step_leaks(context).items():
+        others = [leak for leak in leaks if not is_of_model(trace, leak)]
+        # None at all: a running sum, whose graph grows on the host.
+        if (others or not leaks) and _is_reported(holder, others, growth):
+            result[holder] = others
+    return result
 
 
 def _is_reported(holder: Holder | None, leaks: list[LeakGroup], growth: Growth | None) -> bool:
@@ -50,6 +88,10 @@ def _make_finding(
     trace = context.ledger.trace
     evidence = [holder_evidence(holder)]
     evidence += leak_evidence(trace, leaks, "step")
+    needs = None
+    if trace.last_uses and not context.ledger.run.fits:
+        needs = compute_needs_without(context, [index for leak in leaks for index in leak.storages])
+        evidence.append(effect_evidence(context, needs))
     if holder is not None and holder.nodes:
         evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
@@ -62,8 +104,66 @@ def _make_finding(
         severity = Severity.ERROR
     num_bytes = sum(leak.num_bytes for leak in leaks) or None
     return Finding(
-        "memory-growth", severity, _format_title(holder, per_step, num_steps), num_bytes, tuple(evidence), ()
+        "memory-growth",
+        severity,
+        _format_title(holder, per_step, num_steps) + "; without them the run fits" * is_decisive(context, needs),
+        num_bytes,
+        tuple(evidence),
+        (),
+        is_decisive=is_decisive(context, needs),
     )
+
+
+def _make_finding_until_peak(
+    context: Context, growth: GrowthUntilPeak, holder: Holder | None, leaks: list[LeakGroup]
+) -> Finding | None:
+    """Return the finding of what accumulates until the peak; None if that is little, or if calls may need their graphs
+    together: they are told only where a run does not fit, and would with a backward after each call."""
+    storages = [index for leak in leaks for index in leak.storages]
+    num_bytes, per_round = context.lifetimes.sum_bytes(storages), sum(leak.bytes_each for leak in leaks)
+    needs = None
+    if context.ledger.trace.last_uses and not context.ledger.run.fits:
+        if growth.unit == CALL:
+            needs = compute_needs_with_frees(context, _find_ends_of_calls(context, growth, storages))
+        else:
+            needs = compute_needs_without(context, storages)
+    if per_round < MIN_STEP_BYTES or (growth.unit == CALL and not is_decisive(context, needs)):
+        return None
+    evidence = [] if growth.unit == CALL and holder is None else [holder_evidence(holder)]
+    evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
+    if growth.unit == CALL:
+        evidence.append(_make_backward_evidence(context.ledger.trace))
+    elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
+        fix = "keep for the next pass only what it needs, without the graph (.detach())"
+        evidence.append(holder_fix_evidence(holder, fix))
+    else:
+        evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
+    title = (
+        f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
+        f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
+    )
+    return Finding(
+        "memory-growth",
+        Severity.WARNING if per_round >= WARNING_BYTES else Severity.NOTE,
+        title + "; without them the run fits" * is_decisive(context, needs),
+        num_bytes,
+        tuple(evidence),
+        (),
+        is_decisive=is_decisive(context, needs),
+    )
+
+
+def _find_ends_of_calls(context: Context, growth: GrowthUntilPeak, storages: list[int]) -> dict[int, int]:
+    """Return storage -> the event after the call that made it, of the `storages` whose calls have ended."""
+    births, ends = context.lifetimes.births, growth.ends
+    return {index: ends[bisect.bisect_left(ends, births[index])] + 1 for index in storages if births[index] <= ends[-1]}
+
+
+def _make_backward_evidence(trace: Trace) -> Evidence:
+    """Return evidence with the fix for calls whose graphs wait for one backward pass."""
+    source = trace.source_at(trace.forwards[-1].source)
+    text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
+    return Evidence(text, source=source)
 
 
 def _format_title(holder: Holder | None, bytes_per_step: int, num_steps: int) -> str:
@@ -92,10 +192,14 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
     return sum(leak.bytes_each for leak in leaks if leak.key not in holder_keys) if holder.nodes else 0
 
 
-def _make_fix_evidence(holder: Holder | None, kept_bytes: int) -> Evidence:
-    """Return evidence with the fix. `kept_bytes`: what a step adds even if the autograd graph is dropped (`detach`)."""
-    if kept_bytes >= MIN_STEP_BYTES:
-        fix = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
+def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
+    """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
+    if holder is not None and holder.kind in _CYCLE_FIXES:
+        fix = _CYCLE_FIXES[CycleKind(holder.kind)]
+    elif kept_bytes >= MIN_STEP_BYTES:
+        fix = (
+            f"keep what is needed of each {unit} in host memory (.detach().cpu()) or as a number (.item()), or drop it"
+        )
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, suggest_fixes, tensors_evidence
+from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.suggestions import list_fix_names, suggest_against
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
@@ -42,8 +43,9 @@ def _find_float32_state(context: Context) -> list[Finding]:
         f"{format_bytes(excess)} more than in {half_dtype} ({percent(excess, ledger.peak_bytes)} of the peak)"
     )
     lines = tensors_evidence(context, state, max_live.event, names.__getitem__)
-    fixes = suggest_fixes(context, "float32-optimizer-state")
-    return [Finding("float32-optimizer-state", Severity.NOTE, title, excess, lines, fixes)]
+    found = suggest_against(context, "float32-optimizer-state")
+    fixes = list_fix_names(found)
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, excess, lines, fixes, suggestions=found)]
 
 
 def _find_step_temporaries(context: Context) -> list[Finding]:
@@ -74,5 +76,10 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
     if trace.updates_parameters_manually:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
-    fixes = suggest_fixes(context, "optimizer-step-temporaries")
-    return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), fixes)]
+    found = suggest_against(context, "optimizer-step-temporaries")
+    fixes = list_fix_names(found)
+    return [
+        Finding(
+            "optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), fixes, suggestions=found
+        )
+    ]

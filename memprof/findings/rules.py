@@ -1,19 +1,19 @@
-"""Application of all rules: imports each file of this package, so that `@rule(order)` registers the file's rule."""
+"""Application of all rules: imports each file of this package, so that `@rule` or `@proposes` registers its rule."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 
-from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding, Severity
+from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding
 
 
 def import_rules() -> None:
-    """Import every module of this package, so that its rule is registered."""
-    package = sys.modules[__package__]
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
+    """Import every module of this package and of `proposals`, so that its rule is registered."""
+    for name in (__package__, f"{__package__}.proposals"):
+        package = importlib.import_module(name)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{name}.{module.name}")
 
 
 import_rules()
@@ -23,6 +23,4 @@ def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
     """Return the sorted findings of all rules, as documented at `memprof.findings.find_all`."""
     findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
     # The sort is stable: equal findings stay in the order of the rules.
-    return sorted(
-        findings, key=lambda one: (one.severity is not Severity.ERROR, not one.is_decisive, -(one.num_bytes or 0))
-    )
+    return sorted(findings, key=lambda one: one.order)

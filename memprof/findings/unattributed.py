@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memprof.findings import evaluation_with_gradients, memory_growth
 from memprof.findings.evidence import file_and_line, format_shape, live_evidence, percent
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
@@ -15,12 +16,18 @@ MAX_SHOWN = 5
 
 @rule(160)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding; `num_bytes` is the unattributed memory at the peak."""
+    """Return at most one finding; `num_bytes` is the unattributed memory at the peak, without what other findings name
+    because it accumulates."""
     ledger = context.ledger
-    num_bytes = ledger.sum_by_category().get(Category.UNATTRIBUTED, 0)
+    others = memory_growth.find_covered_storages(context) | evaluation_with_gradients.find_covered_storages(context)
+    tensors = [
+        tensor
+        for tensor in ledger.live
+        if tensor.category is Category.UNATTRIBUTED and others.isdisjoint(tensor.storages)
+    ]
+    num_bytes = sum(tensor.allocated_bytes for tensor in tensors)
     if num_bytes <= MIN_SHARE * ledger.peak_bytes:
         return []
-    tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
     tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
     title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
     evidence = tuple(_make_tensor_evidence(tensor) for tensor in tensors[:MAX_SHOWN])

@@ -17,7 +17,7 @@ _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
     changes="torch's scaled_dot_product_attention instead of scores kept in memory",
     cost="none: it is faster; no attention weights can be returned",
     ladder_order=50, script_order=50, search_order=30, tiers=ALL_TIERS,
-    helps={"attention-scores": 10, "doctor: attention": 10},
+    helps={"doctor: attention": 10},
     doctor_texts={"doctor: attention": "attention that keeps no scores: attn_implementation='sdpa'"},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:

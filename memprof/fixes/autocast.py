@@ -19,7 +19,6 @@ from memprof.fixes.optimizers import refuse_gradients
     bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
     edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "bfloat16",
     for_float32=True, ladder_order=95, script_order=60, search_order=120, tiers=(Tier.AUTOCAST,),
-    helps={"activations": 20, "logits and loss": 30},
 )  # fmt: skip
 @Fix(
     name="amp-float16", order=60, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),

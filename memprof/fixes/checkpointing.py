@@ -46,7 +46,7 @@ _POLICIES: dict[str, Callable[[], Any]] = {
     },
     main_option="every", training_only=True, detect=lambda spec: spec.activation_checkpointing,
     ladder_order=100, script_order=20, search_order=90, tiers=NOT_STREAMED_TIERS,
-    helps={"activations": 10, "doctor: activations": 10, "doctor: smaller": 30},
+    helps={"doctor: activations": 10, "doctor: smaller": 30},
 )  # fmt: skip
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"

@@ -41,7 +41,7 @@ _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "hea
     },
     main_option="chunk_size", named_values={"auto": {"threshold": "auto"}}, training_only=True,
     ladder_order=60, script_order=10, search_order=50, tiers=ALL_TIERS, ladder_against=("temporaries",),
-    helps={"logits and loss": 10, "doctor: logits": 10},
+    helps={"doctor: logits": 10},
     doctor_texts={"doctor: logits": "compute the loss in chunks: the full logits never exist"},
 )  # fmt: skip
 def install(

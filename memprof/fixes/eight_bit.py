@@ -23,10 +23,7 @@ from memprof.fixes.optimizers import list_trained_parameters
     conflicts={"optimizer-in-backward": "give that the 8-bit optimizer: optimizer=bitsandbytes.optim.AdamW8bit"},
     edit="memprof.fixes.spec_edits:set_8_bit_optimizer", detect=lambda spec: "8bit" in spec.optimizer,
     ladder_order=110, search_order=110, tiers=(Tier.QUANTIZED_STATES,),
-    helps={
-        "optimizer state": 10, "float32-optimizer-state": 10, "optimizer-step-temporaries": 20,
-        "doctor: parameters": 20, "doctor: smaller": 40,
-    },
+    helps={"doctor: parameters": 20, "doctor: smaller": 40},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
     """Create the optimizer as the fix's result.

@@ -26,7 +26,6 @@ from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimi
         "cpu-offload-optimizer": ONE_OPTIMIZER,
     },
     edits={"optimizer_impl": "fused"}, ladder_order=70, script_order=40, search_order=70, tiers=EXACT_UPDATE_TIERS,
-    helps={"optimizer-step-temporaries": 10},
 )  # fmt: skip
 def install(
     model: nn.Module, changes: Changes, *, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw

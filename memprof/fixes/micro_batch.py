@@ -49,12 +49,7 @@ _LABELS = ("labels", "targets", "target", "y")
     edit="memprof.fixes.spec_edits:split_batch",
     useless_if={"batch_size": (1, "there is one sequence in a micro-batch already")},
     ladder_order=90, search_order=80, tiers=ALL_TIERS, ladder_against=("temporaries", "KV cache"),
-    helps={
-        **dict.fromkeys(("logits and loss", "activations", "KV cache", "inputs", "temporaries"), 90),
-        "weight-delta-per-token": 90,
-        "attention-scores of sdpa": 10,
-        "doctor: smaller": 20,
-    },
+    helps={"doctor: smaller": 20},
     doctor_texts={"doctor: smaller": "fewer rows at a time, gradients added up: the same step"},
 )  # fmt: skip
 def install(

@@ -23,7 +23,7 @@ from memprof.fixes.optimizers import refuse_gradients
     },
     edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "bfloat16", for_float32=True,
     ladder_order=135, search_order=120, tiers=(Tier.HALF_WEIGHTS,),
-    helps={"parameters": 15, "doctor: weights": 10, "doctor: smaller": 10},
+    helps={"doctor: weights": 10, "doctor: smaller": 10},
     doctor_texts={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
            "amp-bfloat16)"},
 )  # fmt: skip

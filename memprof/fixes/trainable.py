@@ -40,7 +40,7 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
     conflicts={"freeze": "LoRA freezes the whole model itself"}, edits={"adapter": "lora", "lora_rank": VALUE},
     detect=lambda spec: spec.adapter == "lora" and spec.quantize is None,
     ladder_order=140, search_order=110, tiers=(Tier.ADAPTER,),
-    helps={"optimizer state": 30, "gradients": 10, "parameters": 10, "doctor: smaller": 50},
+    helps={"doctor: smaller": 50},
 )  # fmt: skip
 def install_lora(
     model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None

@@ -17,7 +17,7 @@ from memprof.fixes.chunked_loss import find_output_head
     options={"vocab_size": "tokens that stay"},
     main_option="vocab_size", required=("vocab_size",), trains_another=True,
     edit="memprof.fixes.spec_edits:set_vocabulary_size",
-    helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
+    helps={"vocabulary-larger-than-asked": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
     """Truncate embedding and head to `vocab_size` tokens. Raises UsageError if the model has no embedding or linear

@@ -42,6 +42,7 @@ def capture_virtual(
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
+        records_callers=False,
         extensions=extensions(),
     )
     try:

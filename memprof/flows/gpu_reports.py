@@ -90,7 +90,7 @@ def merge_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[st
         new_findings = (one for one in other.findings if one.severity is Severity.ERROR or one.id not in seen_ids)
         merged += [_prefix_title(device, one) for one in new_findings if one not in own]
         seen_ids |= {one.id for one in other.findings}
-    return tuple(sorted(merged, key=lambda one: one.severity is not Severity.ERROR))
+    return tuple(sorted(merged, key=lambda one: one.order))
 
 
 def _prefix_title(device: str, finding: Finding) -> Finding:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memprof.errors import UsageError
-from memprof.findings import Finding, Severity
+from memprof.findings import Finding
 from memprof.findings.ranks_differ import RankPeak, find_differing_ranks
 from memprof.flows.gpu_reports import make_peak_fields, merge_findings
 from memprof.ledger.ledger import EmptyTraceError
@@ -90,7 +90,7 @@ def merge_rank_reports(trace: Trace, report: Callable[[Trace], Report], rank: in
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
-        findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
+        findings=tuple(sorted(findings, key=lambda one: one.order)),
         assumptions=(*document.assumptions, *notes),
         ranks=tuple(
             _build_row(

@@ -106,9 +106,10 @@ class _StopRecord:
         trace.refused = [index for index in trace.refused if index < num_storages]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]
         trace.forwards = [forward for forward in trace.forwards if forward.end <= num_events]
-        trace.holders, trace.idle_holders = (
+        trace.vmaps = [call for call in trace.vmaps if call.end <= num_events]
+        trace.holders, trace.idle_holders, trace.error_holders = (
             [holder for holder in holders if max(holder.storages, default=0) < num_storages]
-            for holders in (trace.holders, trace.idle_holders)
+            for holders in (trace.holders, trace.idle_holders, trace.error_holders)
         )
 
 

@@ -13,6 +13,7 @@ current_graph_task_id: Callable[[], int] = bind("torch._C:_current_graph_task_id
 get_sequence_nr: Callable[[], int] = bind("torch._C:_autograd._get_sequence_nr")
 is_functorch_wrapped_tensor: Callable[[Any], bool] = bind("torch._C:_functorch.is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Any], Any] = bind("torch._C:_functorch.get_unwrapped")
+flat_vmap = PrivateName("torch._functorch.vmap:_flat_vmap", fallback="calls of torch.func.vmap are not recorded")
 
 set_grad_enabled: Any = bind("torch._C:_set_grad_enabled")
 profiler_enabled: Callable[[], bool] = bind("torch._C:_autograd._profiler_enabled")

@@ -6,8 +6,10 @@ sources, operators) are tables of the trace. The analysis packages read only the
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -70,6 +72,14 @@ class Storage(NamedTuple):
     phase: int  # index in Trace.phases
     forward_event: int  # in a backward pass, the event at which the differentiated operator ran forward; else NONE
     hidden: bool  # True for memory that CUDA libraries take and no tensor shows (workspaces, kernel temporaries)
+
+
+class Caller(NamedTuple):
+    """A line of the program's own files that leads to the line `Storage.source` of a large storage."""
+
+    storage: int  # index in Trace.storages
+    source: int  # index in Trace.sources
+    by: str  # the function of torch that the line calls, and that runs the rest, such as `torch.func.vmap`; "": unnamed
 
 
 class ModuleRole(enum.StrEnum):
@@ -266,6 +276,35 @@ class Holder(NamedTuple):
     nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
+    has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
+
+    @property
+    def is_handler(self) -> bool:
+        """Return whether this is an `except` block, in which an error keeps the tensors of what has failed."""
+        return self.kind == HANDLER_KIND
+
+
+class CycleKind(enum.StrEnum):
+    """`Holder.kind` of a reference cycle; `name` shows it, and `source` is the line that closes it."""
+
+    GRAD = "cycle through .grad"  # backward(create_graph=True): the gradient has a graph, which has the tensor
+    CTX = "cycle through ctx"  # an output of a custom autograd Function in an attribute of its ctx
+    FUNCTION = "cycle through a function"  # such as a hook that refers to the tensor on which it is registered
+    OBJECTS = "reference cycle"  # of Python objects
+
+
+HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
+AUTOCAST_KIND = "autocast"  # that of an autocast block, which keeps copies of weights; `source` is its line
+
+
+class VmapCall(NamedTuple):
+    """One call that torch.func.vmap makes of a function for a batch, or for a chunk of it."""
+
+    begin: int  # events before the call; `end`: before its return
+    end: int
+    rows: int  # size of the batch or chunk
+    function: str  # the function of torch.func that the program called: vmap, jacrev, jacfwd
+    source: int  # index in Trace.sources: the line that calls it
 
 
 class GraphBreak(NamedTuple):
@@ -366,6 +405,10 @@ class Trace:
     ops: list[str] = field(default_factory=list)
     modules: list[Module] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    # For large storages of a simulated run, by ascending index of the storage, innermost first: the program's own line,
+    # if `Storage.source` is a library's; and the outermost own line from which torch called the function with the line
+    # before (a call of a model, a torch.func transform, a checkpoint or a backward pass), if it is another line.
+    callers: list[Caller] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
@@ -389,7 +432,10 @@ class Trace:
     refused: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
-    idle_holders: list[Holder] = field(default_factory=list)  # holders of tensors that are kept and not used
+    idle_holders: list[Holder] = field(default_factory=list)  # of tensors that are kept and not used; autocast blocks
+    # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.
+    error_holders: list[Holder] = field(default_factory=list)
+    vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)
@@ -432,6 +478,11 @@ class Trace:
     def source_line(self, storage: Storage) -> str | None:
         """Return the `file:line function` that allocated `storage`; None if unknown."""
         return self.source_at(storage.source)
+
+    def list_callers(self, index: int) -> list[Caller]:
+        """Return the recorded callers of the storage `index`, innermost first."""
+        begin = bisect.bisect_left(self.callers, (index,))
+        return list(itertools.takewhile(lambda caller: caller.storage == index, self.callers[begin : begin + 2]))
 
     def source_at(self, index: int) -> str | None:
         """Return the `file:line function` with this index in `sources`; None if it is NONE."""

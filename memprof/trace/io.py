@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from memprof.device.ceiling import compute_limit_bytes, suggest_limit
 from memprof.errors import UsageError
-from memprof.trace.events import NONE, Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
+from memprof.trace.events import NONE, Caller, Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.facts import Facts
 from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.json_values import fields_from_plain, from_plain, json_fields, rows_from_plain
@@ -33,7 +33,7 @@ _RANKS_SCHEMA = 5
 _FORMAT = "memprof capture"
 CAPTURE = FileKind("capture", "--save", lambda begin, end: _is_capture(begin))
 # Tables as long as the run: they are read row by row, without a type check of each value.
-_LONG_TABLES = ("events", "storages", "last_uses", "owners", "work", "times", "others")
+_LONG_TABLES = ("events", "storages", "last_uses", "owners", "callers", "work", "times", "others")
 _MEMORY_PER_BYTE = 25  # bytes of memory per byte of JSON, at most: an empty list (3 bytes of JSON) takes 64
 _DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
 _CAPTURE_HINT = "give a file that `memprof profile --save` or `memprof run --save` wrote"
@@ -161,6 +161,7 @@ def _build_trace(document: dict[str, Any]) -> Trace:
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
         storages=rows_from_plain(Storage, document["storages"]),
         owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_OwnerRow, document["owners"])},
+        callers=rows_from_plain(Caller, document.get("callers", [])),
         work=rows_from_plain(Work, document.get("work", [])),
         last_uses=[row.event for row in rows_from_plain(_LastUseRow, [[one] for one in document.get("last_uses", [])])],
         times=[row.time for row in rows_from_plain(_TimeRow, [[time] for time in document.get("times", [])])],
@@ -203,6 +204,8 @@ def _check_references(trace: Trace) -> None:
     used_storages = (use.storage for use in trace.uses)
     if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used_storages)):
         raise ValueError("a failed allocation, an owner or a use points outside the table")
+    if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):
+        raise ValueError("a caller points outside its tables")
     if trace.last_uses and len(trace.last_uses) != len(trace.storages):
         raise ValueError("there is not one last use for each storage")
     for index, used in enumerate(trace.last_uses):
@@ -220,7 +223,10 @@ def _check_references(trace: Trace) -> None:
             _ = module.number
     storage_indices = {
         index
-        for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in (*trace.holders, *trace.idle_holders)))
+        for row in (
+            *(f.outputs for f in trace.forwards),
+            *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
+        )
         for index in row
     }
     if not (
@@ -228,6 +234,11 @@ def _check_references(trace: Trace) -> None:
         and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
     ):
         raise ValueError("a forward or a holder points outside its tables")
+    if any(
+        not 0 <= call.begin <= call.end <= len(trace.events) or call.source >= len(trace.sources)
+        for call in trace.vmaps
+    ):
+        raise ValueError("a call of vmap points outside its tables")
     for storage in trace.storages:
         if storage.num_bytes < 0 or min(storage.shape, default=0) < 0:
             raise ValueError("a storage has a negative size")

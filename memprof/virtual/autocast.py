@@ -93,6 +93,10 @@ class Autocast:
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._caches_with_gradient = _caches_with_gradient()
 
+    def list_copies(self) -> list[torch.Tensor]:
+        """Return the half-precision copies of weights in the cache."""
+        return [copy for _, copy in self._cache.values()]
+
     def clear_cache(self) -> None:
         """Drop the half-precision copies of weights, at the end of the outermost autocast region."""
         self._cache.clear()

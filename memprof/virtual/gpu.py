@@ -17,9 +17,9 @@ from memprof.patching import Extension, find_extensions
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
+from memprof.watch.callers import CallerRecorder
 from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
-from memprof.watch.growth import GrowthWatch
-from memprof.watch.idle import IdleWatch
+from memprof.watch.kept_memory import KeptMemoryWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import is_display_statement
 from memprof.watch.updates import UpdateDetector
@@ -52,11 +52,14 @@ class VirtualGpu(Watch):
         gpu_options = GpuOptions(**options)
         self.recorder = Recorder(self.modules)
         self.recorder.storages.records_tensorless_memory = not gpu_options.tensors_only
+        if gpu_options.records_callers:
+            self.recorder.storages.record_callers = CallerRecorder(
+                self.recorder.trace, self.recorder.attribution
+            ).record
         self._unknown_read: tuple[int, str] | None = None
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._is_display_line: dict[int, bool] = {}
-        self._growth = GrowthWatch(self.recorder)
-        self._idle = IdleWatch(self.recorder, self._growth.search)
+        self._kept_memory = KeptMemoryWatch(self.recorder)
         self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
         self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
@@ -72,10 +75,13 @@ class VirtualGpu(Watch):
         )
         if gpu_options.raises_oom:
             self.recorder.storages.find_oom_message = self._oom_message
+            self.recorder.storages.on_out_of_memory = self._record_out_of_memory
         self._context.values.policy.on_unknown_read = self._record_unknown_read
         self.dispatch_mode = self._context.dispatch_mode
         self._updates = self.dispatch_mode.updates = UpdateDetector(self.recorder, self.phases, self._name_parameters)
-        self._updates.on_step = lambda: self._growth.record_phase_begin(PhaseKind.OPTIMIZER_STEP, in_step=True)
+        self._updates.on_step = lambda: self._kept_memory.growth.record_phase_begin(
+            PhaseKind.OPTIMIZER_STEP, in_step=True
+        )
         self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
 
@@ -128,6 +134,9 @@ class VirtualGpu(Watch):
             self._set_registered_roles()
         return message
 
+    def _record_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
+        self._kept_memory.record_out_of_memory(error, has_phases=self.phases.is_recognizing)
+
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._set_registered_roles()
         self._updates.record_run_end()
@@ -146,8 +155,7 @@ class VirtualGpu(Watch):
                 type(self.dispatch_mode).__torch_dispatch__.__code__,
             )
         if error is None and self.phases.is_recognizing:
-            self._growth.record_run_end()
-            self._idle.record_run_end()
+            self._kept_memory.record_run_end()
         self._remove()
 
     def _record_unknown_read(self, tensor: torch.Tensor, message: str) -> None:
@@ -205,14 +213,13 @@ class VirtualGpu(Watch):
     def _begin_recognized_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         self._updates.record_phase_begin(kind)
         super()._begin_recognized_phase(kind, step, micro_batch)
-        self._growth.record_phase_begin(kind, in_step=self.phases.is_stepping)
-        self._idle.record_phase_begin(kind)
+        self._kept_memory.record_phase_begin(kind, in_step=self.phases.is_stepping)
 
     def _handle_outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._handle_outermost_call(module, index, args, kwargs)
         self.dispatch_mode.kv_caches.record_call(index, (*args, *kwargs.values()))
         if self._is_recognizing_calls:
-            self._growth.record_call(module, index)
+            self._kept_memory.growth.record_call(module, index)
 
     def mark_input(self, tensor: torch.Tensor) -> None:
         """Record that a model received `tensor` as an input."""
@@ -223,7 +230,7 @@ class VirtualGpu(Watch):
         """Record that the outermost call of a model returns `result`."""
         self.dispatch_mode.kv_caches.record_call_result(result)
         if self._is_recognizing_calls:
-            self._growth.record_call_result(result)
+            self._kept_memory.growth.record_call_result(result)
 
     def set_owner(self, tensor: torch.Tensor, owner: Owner) -> None:
         """Record the role and name of `tensor`, as in `owner`."""

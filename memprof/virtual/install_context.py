@@ -53,6 +53,8 @@ class GpuOptions:
     # Whether a failed allocation raises torch.OutOfMemoryError, as `memory` reports it. False: the run goes on, so that
     # the trace shows its whole need.
     raises_oom: bool = False
+    # Whether `Trace.callers` are recorded. memprof's own workloads have none.
+    records_callers: bool = True
     compiles: bool = True  # whether torch.compile compiles for the GPU. False: compiled functions run eagerly
 
 

@@ -46,7 +46,7 @@ class Attribution:
             node = autograd.current_autograd_node()
             if node is not None:
                 return self._find_node_call_site(node, frame)
-        return _new_tuple(CallSite, (module, self._find_source_index(frame), NONE))  # type: ignore[no-any-return]
+        return _new_tuple(CallSite, (module, self.find_source_index(frame), NONE))  # type: ignore[no-any-return]
 
     def _find_node_call_site(self, node: Any, frame: FrameType | None) -> CallSite:
         sequence_number, forward = node._sequence_nr(), self._forward
@@ -59,7 +59,7 @@ class Attribution:
         variable = getattr(node, "variable", None)
         if variable is not None:
             return CallSite(self._modules.find_parameter_module(variable), NONE, NONE)
-        return CallSite(NONE, self._find_source_index(frame), NONE)
+        return CallSite(NONE, self.find_source_index(frame), NONE)
 
     def record_forward_operator(self, call_site: CallSite) -> None:
         """Store `call_site` as that of the backward node with autograd's current sequence number."""
@@ -77,7 +77,7 @@ class Attribution:
 
     def find_caller_line(self) -> int:
         """Return the trace's index of the innermost running source line outside torch and memprof."""
-        return self._find_source_index(sys._getframe(1))
+        return self.find_source_index(sys._getframe(1))
 
     def index_source_line(self, line: str) -> int:
         """Return the trace's index of the source line `line` (`file:number function`), which is added if new."""
@@ -87,7 +87,8 @@ class Attribution:
             self._trace.sources.append(line)
         return index
 
-    def _find_source_index(self, frame: FrameType | None) -> int:
+    def find_source_index(self, frame: FrameType | None) -> int:
+        """Return the trace's index of the innermost line outside torch and memprof at or above `frame`; else NONE."""
         code_by_id = self._code_by_id
         while frame is not None:
             code = frame.f_code

@@ -18,3 +18,17 @@ def read_local_variables(frame: FrameType) -> dict[str, Any]:
     if is_copy and sys.getrefcount(frame_locals) <= 3:
         frame_locals.clear()
     return values
+
+
+def find_running_frame_ids() -> set[int]:
+    """Return the ids of the running frames of all threads. They are not holders: their variables are found separately.
+    A frame that only a traceback keeps alive is a holder."""
+    running = set()
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    while frames:
+        # The frames include this function's own: a variable that keeps referring to it would keep all frames alive.
+        frame = frames.pop()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+    return running

@@ -41,7 +41,10 @@ class GrowthWatch:
         self._loop_first_storage = NONE  # index of the first storage of the first step
         self._last_begun_step = 0  # the last step that began; `_last_ended_step`: the last step that ended
         self._last_ended_step = 0
+        self._last_begun_pass = (0, 0)  # step and micro-batch
+        self._running_backward = 0  # the micro-batch whose backward pass is running; 0: none
         self._step_samples = _GrowthSamples()
+        self._pass_samples = _GrowthSamples()  # of the micro-batches since an optimizer's step
         self._call_samples: dict[int, _GrowthSamples] = {}  # by module; of calls without a backward in between
         self._calls_first_storage = 0
         self._output_storages: set[int] = set()
@@ -53,7 +56,12 @@ class GrowthWatch:
     def record_phase_begin(self, kind: PhaseKind, *, in_step: bool) -> None:
         """Record that a phase of `kind` begins; `in_step`: whether it is in the closure of an optimizer's step."""
         was_in_step, self._in_step = self._in_step, in_step or kind is PhaseKind.OPTIMIZER_STEP
+        if self._running_backward and kind is not PhaseKind.BACKWARD:
+            self._record_backward_end()
         if kind is PhaseKind.BACKWARD:
+            self._running_backward = self._recorder.writer.phase.micro_batch
+            if self._loop_first_storage == NONE:  # a program without modules
+                self._loop_first_storage = len(self._recorder.trace.storages)
             self._record_step_begin()
             self._call_samples.clear()
             self._output_storages.clear()
@@ -64,8 +72,6 @@ class GrowthWatch:
         """Record an outermost call, outside backward passes, of `module`, which has `index` in the trace."""
         trace = self._recorder.trace
         self._record_step_begin()
-        if self._loop_first_storage == NONE:
-            self._loop_first_storage = len(trace.storages)
         if not self._call_samples:
             self._calls_first_storage = len(trace.storages)
         # Not under no_grad: torch.autograd.Function creates a node there too.
@@ -96,7 +102,9 @@ class GrowthWatch:
         # In training, tensors left by calls may still be used by a backward pass.
         if not (nodes and training) and samples.is_due():
             grown_keys = samples.find_grown_keys(
-                self._sum_live_bytes(self._calls_first_storage, self._iterate_leftover_storages(nodes)),
+                self._sum_live_bytes(
+                    self._calls_first_storage, self._iterate_leftover_storages(nodes, begin if training else 0)
+                ),
                 MIN_CALL_GROWTH_BYTES,
             )
             self._search_holders(grown_keys, self._calls_first_storage)
@@ -110,12 +118,33 @@ class GrowthWatch:
             )
 
     def _record_step_begin(self) -> None:
+        if self._loop_first_storage == NONE:
+            self._loop_first_storage = len(self._recorder.trace.storages)
         step = self._recorder.writer.phase.step
         if step > self._last_begun_step:
             self._last_begun_step = step
             self.search.record_step_begin()
+        this_pass = step, self._recorder.writer.phase.micro_batch
+        if this_pass > self._last_begun_pass:
+            self._last_begun_pass = this_pass
+            self.search.record_pass_begin()
+
+    def _record_backward_end(self) -> None:
+        """Record the end of a micro-batch's backward pass. None is looked at that may be the only one of its step, at
+        whose end a sample is taken, unless no optimizer has stepped yet: the program may have none."""
+        micro_batch, self._running_backward = self._running_backward, 0
+        if self._loop_first_storage == NONE or (micro_batch == 1 and self._last_ended_step):
+            return
+        if self._pass_samples.is_due():
+            grown_keys = self._pass_samples.find_grown_keys(
+                self._sum_live_bytes(self._loop_first_storage), MIN_CALL_GROWTH_BYTES
+            )
+            if grown_keys - self._searched_keys:
+                self._recorder.trace.holders += self.search.find_running_sums(of_passes=True)
+            self._search_holders(grown_keys, self._loop_first_storage)
 
     def _record_step_end(self) -> None:
+        self._pass_samples = _GrowthSamples()
         # A step may have several optimizers: take one sample per step.
         self.search.record_step_end()
         step = self._recorder.writer.phase.step
@@ -132,12 +161,14 @@ class GrowthWatch:
                 self._has_found_sums = bool(sums)
                 self._recorder.trace.holders += sums
 
-    def _iterate_leftover_storages(self, nodes: int) -> Iterator[int]:
+    def _iterate_leftover_storages(self, nodes: int, unused_since: int) -> Iterator[int]:
         """Yield the live storages that may accumulate over calls. For calls without an autograd graph (`nodes` is 0),
-        storages that modules allocate and do not return, such as a KV cache, are excluded."""
+        storages that modules allocate and do not return, such as a KV cache, are excluded, unless no operator used them
+        from event `unused_since` on."""
         storages = self._recorder.trace.storages
+        unused = set(self._recorder.storages.iterate_unused_since(unused_since))
         for index in self._recorder.storages.index_by_address.values():
-            if nodes or storages[index].module == NONE or index in self._output_storages:
+            if nodes or storages[index].module == NONE or index in self._output_storages or index in unused:
                 yield index
 
     def _make_counterpart_key(self, storage: Storage) -> _CounterpartKey:
@@ -175,7 +206,10 @@ class GrowthWatch:
         self._searched_keys |= grown_keys
         live = self._recorder.storages.index_by_address.values()
         targets = {index: key for index, key in self._find_candidates(first_index, live) if key in grown_keys}
-        self._recorder.trace.holders += self.search.find_holders(targets)
+        found = self.search.find_holders(targets)
+        explained = {targets[index] for holder in found for index in holder.storages if index in targets}
+        rest = {index: key for index, key in targets.items() if key not in explained}
+        self._recorder.trace.holders += found + self.search.find_cycles(rest)
 
 
 class _GrowthSamples:

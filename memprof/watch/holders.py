@@ -11,22 +11,32 @@ import functools
 import gc
 import inspect
 import sys
+import traceback
 import types
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
-from memprof.watch.frames import read_local_variables
-from memprof.watch.program_code import is_program
+from memprof.watch.cycles import find_cycle
+from memprof.watch.frames import find_running_frame_ids, read_local_variables
+from memprof.watch.graph import collect_nodes
+from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.recorder import Recorder
-from memprof.watch.source_lines import find_assignment_line, find_class_line, find_fill_line, format_code_line
+from memprof.watch.source_lines import (
+    find_assignment_line,
+    find_attribute_line,
+    find_class_line,
+    find_fill_line,
+    format_code_line,
+)
 
 MAX_DEPTH = 10  # references from a named object to a tensor: a list of models has parameters at depth 6
 
@@ -38,6 +48,8 @@ MAX_NODES = 200_000  # autograd nodes that are counted
 
 _MAX_PARTS = 64  # items of a container that are checked for running sums
 _MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they include the sums of several steps
+_MAX_SUM_DEPTH = 3  # references from a variable to a sum: `self.meters["loss"].sum`
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 # AccumulateGrad nodes have larger sequence numbers than all other nodes, because the engine runs them first.
@@ -75,14 +87,20 @@ class HolderSearch:
         # the step's optimizers. Nodes created between two steps belong to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
+        self._pass_begins: list[int] = []  # the same at the start of each micro-batch since an optimizer's step
 
     def record_step_begin(self) -> None:
         """Record that a training step begins."""
         self._step_begins.append(autograd.get_sequence_nr())
         self._step_ends.append(_MIN_ACCUMULATE_GRAD_NUMBER)
 
+    def record_pass_begin(self) -> None:
+        """Record that the forward of a micro-batch begins."""
+        self._pass_begins.append(autograd.get_sequence_nr())
+
     def record_step_end(self) -> None:
         """Record that an optimizer's step ends; the last such call of a training step counts as the step's end."""
+        self._pass_begins.clear()
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
@@ -127,18 +145,54 @@ class HolderSearch:
                     result.append(self._make_holder(holder, storages, roots, variables))
             return result
 
-    def find_running_sums(self) -> list[Holder]:
-        """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`)."""
+    def find_holder_of_error(self, error: BaseException) -> Holder | None:
+        """Return the nearest variable or container that has `error`; `storages` is empty.
+
+        The variable may be in a frame of the error's own traceback: the two keep each other after the frame has ended.
+        """
+        variables = _ProgramVariables(self._recorder)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if is_program(frame.f_code):
+                variables.add(read_local_variables(frame), frame.f_code)
+        holders = _find_named_holders({id(error): (error, NONE)}, variables)
+        nearest = min(holders, key=lambda holder: holder.depth, default=None)
+        return None if nearest is None else self._make_holder(nearest, set(), [], variables)
+
+    def find_cycles(self, targets: Mapping[int, object]) -> list[Holder]:
+        """Return the reference cycle that keeps storages in `targets`, which no holder explains, as the only item."""
+        with torch.DisableTorchFunction():
+            found = self._find_tensors(targets)
+            oldest_first = [tensor for tensor, _ in sorted(found.values(), key=lambda pair: pair[1])]
+            cycle = find_cycle(oldest_first, _ProgramVariables(self._recorder).codes)
+        if cycle is None:
+            return []
+        event, storages = len(self._recorder.trace.events), tuple(sorted(targets))
+        return [Holder(event, *cycle, cycle.source is not None, None, storages, 0, 0, None)]
+
+    def find_in_variables(self, storages: set[int]) -> set[int]:
+        """Return those of `storages` that variables have, directly or indirectly, other than by a traceback."""
+        tensors = self._find_tensors(dict.fromkeys(storages))
+        holders = _find_named_holders(tensors, _ProgramVariables(self._recorder), skipped=(FrameType,))
+        held = {key for holder in holders if any(name.owner is None for name in holder.names) for key in holder.tensors}
+        return {tensors[key][1] for key in held}
+
+    def find_running_sums(self, *, of_passes: bool = False) -> list[Holder]:
+        """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`); with
+        `of_passes` several micro-batches since the last step (`out, hidden = model(x, hidden)`)."""
+        begins = self._pass_begins if of_passes else self._step_begins
         with torch.DisableTorchFunction():
             variables = _ProgramVariables(self._recorder)
             sums: dict[Any, tuple[_NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
-                if value.grad_fn is None or value.grad_fn in sums:
+                if value.grad_fn is None:
                     continue
-                nodes = _collect_nodes([value], _MAX_SUM_NODES)
-                steps = self._find_steps(nodes)
+                if value.grad_fn in sums:
+                    sums[value.grad_fn][0].names.append(name)
+                    continue
+                nodes = collect_nodes([value], _MAX_SUM_NODES)
+                rounds = self._find_passes(nodes) if of_passes else self._find_steps(nodes)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
-                if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
+                if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
                     sums[value.grad_fn] = _NamedHolder(value, 0, set(), [name]), nodes
             # Values computed from a sum span as many steps, but are not what keeps the graph alive.
             independent = [holder for holder, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
@@ -168,6 +222,12 @@ class HolderSearch:
                 steps.add(step)
         return steps
 
+    def _find_passes(self, nodes: list[Any]) -> set[int]:
+        """Return the micro-batches since the last step (from 1) in which the autograd `nodes` were created."""
+        numbers = (node._sequence_nr() for node in nodes)
+        passes = {bisect.bisect_right(self._pass_begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER}
+        return passes - {0}
+
     def _make_holder(
         self, found: _NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: _ProgramVariables
     ) -> Holder:
@@ -186,8 +246,12 @@ class HolderSearch:
             assignments = (find_assignment_line(code, name.text.partition("[")[0]) for code in codes)
             holder_source = next((found for found in assignments if found is not None), format_code_line(name.code))
         elif holder_source is None and name.owner is not None:
-            holder_source = find_class_line(name.owner)
-        nodes = _collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+            # A hook of the program may set an attribute of torch's class: `module.output = output`.
+            holder_source = find_class_line(name.owner) if is_program_class(name.owner) else None
+            if holder_source is None:
+                codes = [*variables.codes, *variables.iterate_global_codes()]
+                holder_source = find_attribute_line(codes, name.text.rpartition(".")[2])
+        nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
             kind="" if isinstance(value, torch.Tensor) else "lru_cache" if is_cached else type(value).__name__,
@@ -199,6 +263,7 @@ class HolderSearch:
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
+            has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
         )
 
 
@@ -219,6 +284,7 @@ class _ProgramVariables:
         # Variables that are tensors, and tensors in attributes and containers of the program.
         self.tensors: list[tuple[_HolderName, torch.Tensor]] = []
         self.codes: list[CodeType] = []
+        self._globals: list[dict[str, Any]] = []  # of the modules of these functions
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()
         frame: FrameType | None = sys._getframe(1)
@@ -227,12 +293,14 @@ class _ProgramVariables:
             if is_program(code):
                 self.codes.append(code)
                 values = read_local_variables(frame)
-                self._add_variables(values, code)
+                self.add(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
+                if not any(namespace is frame.f_globals for namespace in self._globals):
+                    self._globals.append(frame.f_globals)
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
-                    self._add_variables(dict(frame.f_globals), code, is_global=True)
+                    self.add(dict(frame.f_globals), code, is_global=True)
             frame = frame.f_back
         if len(loaders) == 1:
             try:
@@ -240,25 +308,39 @@ class _ProgramVariables:
             except (TypeError, NotImplementedError):  # a data set without length
                 self.num_loader_batches = None
 
-    def _add_variables(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
+    def iterate_global_codes(self) -> Iterator[CodeType]:
+        """Yield the code of the functions and methods that are defined in the modules of the running functions."""
+        for namespace in self._globals:
+            for value in list(namespace.values()):
+                for part in vars(value).values() if isinstance(value, type) else (value,):
+                    if isinstance(part, types.FunctionType) and part.__globals__ is namespace:
+                        yield part.__code__
+
+    def add(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
+        """Add the variables `values` of the function that `code` is of; `is_global`: of its module."""
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
                 continue
             self.names.setdefault(id(value), []).append(_HolderName(name, code, is_global=is_global))
-            if issubclass(kind, torch.Tensor):
-                self.tensors.append((_HolderName(name, code), value))
-            elif issubclass(kind, (dict, list)):
-                parts = list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MAX_PARTS]
-                self.tensors += [
-                    (_HolderName(f"{name}[{key!r}]", code), part)
-                    for key, part in parts
-                    if issubclass(type(part), torch.Tensor)
-                ]
-            elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
-                for attribute, part in _read_instance_attributes(value).items():
-                    if issubclass(type(part), torch.Tensor):
-                        self.tensors.append((_HolderName(f"{kind.__name__}.{attribute}", None, kind), part))
+            self.tensors += _iterate_named_tensors(_HolderName(name, code), value, _MAX_SUM_DEPTH)
+
+
+def _iterate_named_tensors(name: _HolderName, value: Any, depth: int) -> Iterator[tuple[_HolderName, torch.Tensor]]:
+    """Yield (name, tensor) of `value`, called `name`: itself, or in its items and attributes up to `depth` below it."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        yield name, value
+    elif depth == 0:
+        return
+    elif issubclass(kind, (dict, list, tuple)):
+        for key, part in list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MAX_PARTS]:
+            if issubclass(type(key), (str, int)):
+                item = dataclasses.replace(name, text=f"{name.text}[{key!r}]")
+                yield from _iterate_named_tensors(item, part, depth - 1)
+    elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
+        for attribute, part in _read_instance_attributes(value).items():
+            yield from _iterate_named_tensors(_HolderName(f"{kind.__name__}.{attribute}", None, kind), part, depth - 1)
 
 
 def _is_loader(value: Any) -> bool:
@@ -267,12 +349,15 @@ def _is_loader(value: Any) -> bool:
     return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
-def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables) -> list[_NamedHolder]:
-    """Return every named object from which `tensors` are reachable within MAX_DEPTH references."""
+def _find_named_holders(
+    tensors: Mapping[int, tuple[Any, int]], variables: _ProgramVariables, *, skipped: tuple[type, ...] = ()
+) -> list[_NamedHolder]:
+    """Return every named object from which `tensors` are reachable within MAX_DEPTH references, by no object of the
+    classes `skipped`."""
     ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     ignored_ids.update(id(pair) for pair in tensors.values())
     ignored_ids.update(id(pair) for pair in variables.tensors)
-    ignored_ids |= _find_running_frame_ids()
+    ignored_ids |= find_running_frame_ids()
     current_level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     tensors_below: dict[int, set[int]] = {key: {key} for key in current_level}
     last_tensor_depth = dict.fromkeys(current_level, 0)
@@ -295,7 +380,7 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
             kind = type(referrer)
             if (
                 id(referrer) in ignored_ids
-                or issubclass(kind, _IGNORED_TYPES)
+                or issubclass(kind, (*_IGNORED_TYPES, *skipped))
                 or kind is _NamedHolder
                 or kind is _ProgramVariables
             ):
@@ -336,7 +421,7 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
                     held |= parts
                     last_tensor_depth[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
-                for attribute, value in _read_instance_attributes(referrer).items():
+                for attribute, value in _read_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, _HolderName(f"{kind.__name__}.{attribute}", None, kind))
         del referrers
@@ -346,7 +431,30 @@ def _find_named_holders(tensors: Mapping[int, tuple[Any, int]], variables: _Prog
     for holder in holder_by_id.values():
         holder.depth = last_tensor_depth[id(holder.held)]
         holder.keys = tuple(_find_inner_keys(holder.held, tensors_below))
-    return list(holder_by_id.values())
+    return [*holder_by_id.values(), *_join_module_attributes(holder_by_id.values())]
+
+
+def _join_module_attributes(holders: Iterable[_NamedHolder]) -> list[_NamedHolder]:
+    """Return a holder for each attribute that several modules of one class have: what hooks put on the layers."""
+    by_name: dict[str, list[_NamedHolder]] = defaultdict(list)
+    for holder in holders:
+        for name in holder.names:
+            if name.owner is not None and issubclass(name.owner, nn.Module) and not _is_weight_or_module(holder.held):
+                by_name[name.text].append(holder)
+    return [
+        _NamedHolder(
+            same[0].held,
+            max(holder.depth for holder in same),
+            set().union(*(holder.tensors for holder in same)),
+            [name for name in same[0].names if name.text == text],
+        )
+        for text, same in by_name.items()
+        if len(same) > 1
+    ]
+
+
+def _is_weight_or_module(value: Any) -> bool:
+    return isinstance(value, (nn.Module, nn.Parameter))
 
 
 def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterator[str]:
@@ -360,6 +468,18 @@ def _find_inner_keys(held: Any, tensors_below: Mapping[int, set[int]]) -> Iterat
         if type(key) is not str or not issubclass(type(held), _CONTAINERS):
             return
         yield key
+
+
+def _read_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of `value` as the program writes them: of a module also its submodules, parameters and
+    buffers, but not the dicts of torch that have these and its hooks."""
+    attributes = _read_instance_attributes(value)
+    if not issubclass(type(value), nn.Module):
+        return attributes
+    registered = [attributes.get(registry) or {} for registry in ("_modules", "_parameters", "_buffers")]
+    own = {name: part for name, part in attributes.items() if name not in _MODULE_INTERNALS}
+    # The parts of a Sequential have numbers for names.
+    return own | {name: part for parts in registered for name, part in list(parts.items()) if name.isidentifier()}
 
 
 def _read_instance_attributes(value: Any) -> dict[str, Any]:
@@ -386,20 +506,6 @@ def _read_cell(cell: Any) -> Any:
         return None
 
 
-def _find_running_frame_ids() -> set[int]:
-    """Return the ids of the running frames of all threads. They are not holders: their variables are found separately.
-    A frame that only a traceback keeps alive is a holder."""
-    running = set()
-    frames: list[FrameType | None] = list(sys._current_frames().values())
-    while frames:
-        # The frames include this function's own: a variable that keeps referring to it would keep all frames alive.
-        frame = frames.pop()
-        while frame is not None:
-            running.add(id(frame))
-            frame = frame.f_back
-    return running
-
-
 def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str | None:
     """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
     of an attribute; for globals and attributes also in `running_codes`. None if there is no such line."""
@@ -409,6 +515,7 @@ def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str 
     if name.owner is not None:
         methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
         codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
+        codes = [code for code in codes if is_program(code)]
     if name.is_global or name.owner is not None:
         codes += running_codes
     # Also search without the keys, since the program may use a variable as a key.
@@ -418,15 +525,3 @@ def _find_filling_line(name: _HolderName, running_codes: list[CodeType]) -> str 
         for code in codes
     )
     return next((line for line in lines if line is not None), None)
-
-
-def _collect_nodes(roots: list[torch.Tensor], limit: int) -> list[Any]:
-    """Return up to `limit` autograd nodes reachable from the tensors `roots`, breadth first."""
-    queue = deque(root.grad_fn for root in roots)
-    seen: dict[Any, None] = {}
-    while queue and len(seen) < limit:
-        node = queue.popleft()
-        if node is not None and node not in seen:
-            seen[node] = None
-            queue.extend(next_node for next_node, _ in node.next_functions)
-    return list(seen)

@@ -1,12 +1,16 @@
 """Search for the names of large tensors that the program keeps though no operator used them in a whole phase.
 
 The trace shows which tensors are kept after their last use. What keeps them is visible only while the program runs, so
-the program's objects are searched when a phase begins that computes, ever more rarely, and at the end of the run.
+the program's objects are searched when a phase begins that computes, ever more rarely, at the end of the run, and when
+memory runs out, which mostly ends it.
 """
 
 from __future__ import annotations
 
-from memprof.trace.events import HOST, ROLES_OF_MODELS, PhaseKind
+import math
+from collections.abc import Mapping
+
+from memprof.trace.events import HOST, ROLES_OF_MODELS, EventKind, PhaseKind, Role
 from memprof.units import MIB
 from memprof.watch.holders import HolderSearch
 from memprof.watch.recorder import Recorder
@@ -15,7 +19,11 @@ MIN_BYTES = 16 * MIB  # of one line's tensors, or of all that have an owner: les
 
 MAX_SEARCHES = 6  # in one run; each takes some tens of milliseconds
 
+MAX_ERROR_SEARCHES = 2  # more, at out-of-memory errors: a program that catches them may raise any number
+
 NUM_FIRST_PHASES = 12  # that compute, at each of which live tensors are looked at: four steps; then ever more rarely
+
+_Key = Role | tuple[int, int]  # see `_make_key`
 
 
 class IdleWatch:
@@ -26,8 +34,10 @@ class IdleWatch:
         self._search = search
         self._num_phases = 0  # phases that compute
         self._last_begin = 0  # the event at which the last phase that computes has begun
-        self._searched: set[object] = set()  # keys that were searched; see `_make_key`
+        self._previous_begin = 0  # that of the one before
+        self._searched: set[_Key] = set()
         self._num_searches = 0
+        self._num_error_searches = 0
 
     def record_phase_begin(self, kind: PhaseKind) -> None:
         """Record that a phase begins, and search for the holders of what the last one has not used.
@@ -41,37 +51,77 @@ class IdleWatch:
         is_due = self._num_phases <= NUM_FIRST_PHASES or self._num_phases & (self._num_phases - 1) == 0
         if is_due and kind is not PhaseKind.BACKWARD:
             self._find_holders(self._last_begin, with_owners=kind is not PhaseKind.OPTIMIZER_STEP)
-        self._last_begin = len(self._recorder.trace.events)
+        self._previous_begin, self._last_begin = self._last_begin, len(self._recorder.trace.events)
 
     def record_run_end(self) -> None:
         """Record the end of the program, with its variables still live."""
         self._find_holders(self._last_begin, with_owners=True)
+
+    def record_out_of_memory(self) -> None:
+        """Record that memory has run out, and search for the holders of what may be idle, in a phase that is not over.
+
+        Parts of models: those that this phase has not used, though it may have been about to; findings know which of
+        them belong to a model that another one has replaced. Other tensors: those that a whole phase before this one
+        has not used, except what this step's forward made for its backward; and checkpoints that were loaded.
+        """
+        if self._num_error_searches == MAX_ERROR_SEARCHES:
+            return
+        self._num_error_searches += 1
+        trace, table = self._recorder.trace, self._recorder.storages
+        events, phase = trace.events, self._recorder.writer.phase
+        phase_begin = next((i for i in range(len(events) - 1, -1, -1) if events[i].kind is EventKind.PHASE), 0)
+        before = self._previous_begin if phase.kind.computes else self._last_begin
+        num_elements = {
+            math.prod(trace.storages[i].shape) for i, owner in trace.owners.items() if owner.role is Role.PARAMETER
+        }
+        idle: dict[int, _Key] = {}
+        for index in list(table.iterate_unused_since(phase_begin)):  # a collection in the loop would free some
+            owner, storage = trace.owners.get(index), trace.storages[index]
+            if owner is None or owner.role is Role.INPUT:
+                made_in = trace.phases[storage.phase]
+                is_of_step = made_in.kind is PhaseKind.FORWARD and made_in.step == phase.step
+                is_checkpoint = trace.op(storage) == "torch.load" and math.prod(storage.shape) in num_elements
+                is_idle = is_checkpoint or (table.get_last_use(index) < before and not is_of_step)
+            else:
+                is_idle = owner.role in ROLES_OF_MODELS
+            if is_idle and storage.device != HOST:
+                idle[index] = self._make_key(index)
+        self._append_holders(idle)
 
     def _find_holders(self, before: int, *, with_owners: bool) -> None:
         """Search for holders of the live tensors that were last used before the event `before`, if they are large."""
         if self._num_searches == MAX_SEARCHES:
             return
         trace, table = self._recorder.trace, self._recorder.storages
-        num_bytes: dict[object, int] = {}
-        idle: dict[int, object] = {}
+        idle: dict[int, _Key] = {}
         for index in table.iterate_unused_since(before):
             owner = trace.owners.get(index)
             if trace.storages[index].device != HOST and (
-                owner is None or (with_owners and owner.role in ROLES_OF_MODELS)
+                owner is None or owner.role is Role.INPUT or (with_owners and owner.role in ROLES_OF_MODELS)
             ):
-                key = idle[index] = self._make_key(index)
-                num_bytes[key] = num_bytes.get(key, 0) + trace.storages[index].num_bytes
-        large = {key for key, size in num_bytes.items() if size >= MIN_BYTES and key not in self._searched}
-        if large:
+                key = self._make_key(index)
+                if key not in self._searched:
+                    idle[index] = key
+        if large := self._append_holders(idle):
             self._num_searches += 1
             self._searched |= large
-            for owned in (False, True):
-                targets = {i: key for i, key in idle.items() if key in large and (i in trace.owners) == owned}
-                if targets:
-                    trace.idle_holders += self._search.find_holders(targets, outermost=owned)
 
-    def _make_key(self, index: int) -> object:
-        """Return the owner's role, or the line and operator that made an ownerless tensor."""
+    def _append_holders(self, idle: Mapping[int, _Key]) -> set[_Key]:
+        """Append to the trace the holders of the storages in `idle`, which has their keys; return the keys with
+        at least MIN_BYTES, without which nothing is searched."""
+        trace = self._recorder.trace
+        num_bytes: dict[_Key, int] = {}
+        for index, key in idle.items():
+            num_bytes[key] = num_bytes.get(key, 0) + trace.storages[index].num_bytes
+        large = {key for key, size in num_bytes.items() if size >= MIN_BYTES}
+        for of_models in (False, True):
+            targets = {i: key for i, key in idle.items() if key in large and isinstance(key, Role) == of_models}
+            if targets:
+                trace.idle_holders += self._search.find_holders(targets, outermost=of_models)
+        return large
+
+    def _make_key(self, index: int) -> _Key:
+        """Return the role of a part of a model, or the line and operator that made another tensor."""
         trace = self._recorder.trace
         owner, storage = trace.owners.get(index), trace.storages[index]
-        return (storage.source, storage.op) if owner is None else owner.role
+        return owner.role if owner is not None and owner.role in ROLES_OF_MODELS else (storage.source, storage.op)

@@ -14,8 +14,8 @@ A closure of an optimizer's step interrupts the step, which is resumed after the
 Calls that raise do not count: the next forward belongs to the same step and micro-batch as the call that raised. After
 an optimizer's step that raised, it is the first micro-batch of the same step.
 A training step begins with a forward with gradients (if no module is called: with the backward pass), and ends with the
-optimizer's step. With several optimizers it ends when all have stepped, or when one steps again; without an optimizer,
-at the next forward with gradients after a backward pass.
+optimizer's step. With several optimizers it ends when those of the step before and all new ones have stepped, or when
+one steps again; without an optimizer, at the next forward with gradients after a backward pass.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class Phases:
         self._stepped_optimizers: weakref.WeakSet[Optimizer] = (
             weakref.WeakSet()
         )  # optimizers that have stepped in this step
+        self._known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have ever stepped
+        # Optimizers that have stepped before, and were not in the step that ended last: those of an earlier model.
+        self._idle_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Whether a library steps optimizers only to allocate their state, before training.
         self._is_preparing_state = False
 
@@ -155,6 +158,9 @@ class Phases:
             self._end_step(None)
         if self._has_step_ended and (self.optimizers or not self.num_forwards):  # no model: parameters without a module
             self._begin_step()
+        elif self.is_recognizing and self._has_run_backward and not self.num_forwards:  # no call begins a micro-batch
+            self._has_run_backward = False
+            self._micro_batch += 1
         self._begin(PhaseKind.BACKWARD)
 
     def record_backward_end(self, *, accumulates: bool) -> None:
@@ -210,9 +216,10 @@ class Phases:
         if self._is_preparing_state or self._get_stepping_optimizer() not in (None, optimizer):
             return
         self._get_stepping_optimizer = weakref.ref(optimizer)
+        self._idle_optimizers.discard(optimizer)
         if optimizer in self._stepped_optimizers:
             self.step += 1
-            self._stepped_optimizers.clear()
+            self._forget_stepped_optimizers()
         elif self._has_step_ended and any(
             parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
         ):
@@ -224,7 +231,13 @@ class Phases:
             return
         self._get_stepping_optimizer = _return_no_optimizer
         self._stepped_optimizers.add(optimizer)
-        self._end_step(optimizer, is_last=len(self._stepped_optimizers) >= len(self.optimizers))
+        num_expected = len(self.optimizers) - len(self._idle_optimizers)
+        self._end_step(optimizer, is_last=len(self._stepped_optimizers) >= num_expected)
+
+    def _forget_stepped_optimizers(self) -> None:
+        self._known_optimizers.update(self._stepped_optimizers)
+        self._idle_optimizers = self._known_optimizers - self._stepped_optimizers
+        self._stepped_optimizers.clear()
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `original`, which allocates optimizer state by a step before training."""
@@ -283,7 +296,7 @@ class Phases:
     def _end_step(self, optimizer: Optimizer | None, *, is_last: bool = True) -> None:
         if is_last:
             self._has_step_ended = True
-            self._stepped_optimizers.clear()
+            self._forget_stepped_optimizers()
         self._begin(PhaseKind.OTHER)
         self.on_step(optimizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from types import CodeType
 
@@ -13,12 +14,24 @@ _DEPRECATIONS_FILE = typing_extensions.__file__  # torch wraps renamed functions
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 WORKLOAD_DIR = MEMPROF_DIR + "/workload/"  # memprof's own code that builds a model and steps
+COMMANDS_DIR = MEMPROF_DIR + "/flows/"  # memprof's own code that runs a program, or a workload
 GENERATED_CODE_FOLDERS: list[str] = []  # folders into which a running compiler writes generated code
 
 
 def is_program(code: CodeType) -> bool:
     """Return whether `code` belongs to the program; memprof's own workloads count as programs."""
     return is_program_file(code.co_filename)
+
+
+def is_program_class(kind: type) -> bool:
+    """Return whether the class `kind` belongs to the program."""
+    file_name = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file_name is not None and is_program_file(file_name)
+
+
+def is_own_file(file_name: str) -> bool:
+    """Return whether the file `file_name` is of the program itself: not of an installed library, nor of memprof."""
+    return is_program_file(file_name) and "-packages" not in file_name and not file_name.startswith(MEMPROF_DIR)
 
 
 def is_program_file(file_name: str) -> bool:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import linecache
 import re
+from collections.abc import Iterable
 from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
@@ -66,12 +67,15 @@ def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: s
         rf"{name_regex}\s*(?:\+|\|)=",
         rf"{name_regex}\s*(?::[^=]+)?=(?!=).*{bounded_name_regex}",
     )
+    return next((line for pattern in patterns if (line := find_line(code, pattern)) is not None), None)
+
+
+def find_line(code: CodeType, pattern: str) -> str | None:
+    """Return `file:line function` of the first line of `code` that matches the regex `pattern`; None if none does."""
     lines = linecache.getlines(code.co_filename)
-    first, last = code.co_firstlineno, _find_last_line(code)
-    for pattern in patterns:
-        for line_number in range(first, min(last, len(lines)) + 1):
-            if re.search(pattern, lines[line_number - 1].partition("#")[0]):
-                return f"{code.co_filename}:{line_number} {code.co_name}"
+    for line_number in range(code.co_firstlineno, min(_find_last_line(code), len(lines)) + 1):
+        if re.search(pattern, lines[line_number - 1].partition("#")[0]):
+            return f"{code.co_filename}:{line_number} {code.co_name}"
     return None
 
 
@@ -83,6 +87,21 @@ def find_assignment_line(code: CodeType, variable: str) -> str | None:
             if variable in stored:
                 return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
     return None
+
+
+def find_attribute_line(codes: Iterable[CodeType], attribute: str) -> str | None:
+    """Return `file:line function` of the only line of `codes`, and of the functions within them, that assigns to an
+    attribute of this name (`x.attribute = ...`); None if there is none, or several."""
+    pending, lines = list(codes), set()
+    while pending:
+        current = pending.pop()
+        pending += [constant for constant in current.co_consts if isinstance(constant, CodeType)]
+        lines |= {
+            f"{current.co_filename}:{instruction.positions.lineno} {current.co_name}"
+            for instruction in dis.get_instructions(current)
+            if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions
+        }
+    return lines.pop() if len(lines) == 1 else None
 
 
 def format_code_line(code: CodeType) -> str:

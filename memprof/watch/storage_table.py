@@ -18,6 +18,8 @@ from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrap
 
+MIN_CALLER_BYTES = 1 << 20  # of a storage whose callers are recorded: finding them reads the whole stack
+
 # With this flag, an extension that reads the data pointer in C++ gets an error instead of a null pointer.
 _forbid_data_access = tensors.set_throw_on_mutable_data_ptr
 
@@ -47,8 +49,12 @@ class StorageTable:
         self.records_tensorless_memory = True  # Whether memory without a tensor is recorded.
         # Called with the GPU after each allocation; returns the message of torch.OutOfMemoryError, or None if it fits.
         self.find_oom_message: Callable[[str], str | None] | None = None
+        # Called with each error before it is raised.
+        self.on_out_of_memory: Callable[[torch.OutOfMemoryError], None] = lambda error: None
         # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
+        # Called with the index of each new storage on a GPU that is large, or does not fit.
+        self.record_callers: Callable[[int], None] = lambda index: None
         self.on_free: Callable[[int], None] = lambda address: None  # Called with a freed storage's address.
         self._freed_with_process: set[int] = set()  # Live storages of processes that have ended.
 
@@ -84,11 +90,23 @@ class StorageTable:
             if index is not None:
                 last_uses[index] = num_events
 
+    def record_uses_until(self, event: int, indices: Iterable[int]) -> None:
+        """Record that the program was using the storages `indices` until the event of this index."""
+        self._last_uses.update(dict.fromkeys(indices, event))
+
     def iterate_unused_since(self, event: int) -> Iterator[int]:
         """Yield the live storages that an operator used before the event of this index, and none since."""
         for index in self._ref_by_index:
             if self._last_uses.get(index, event) < event:
                 yield index
+
+    def list_live(self) -> list[int]:
+        """Return the live storages that have tensors, oldest first."""
+        return list(self._ref_by_index)
+
+    def get_last_use(self, index: int) -> int:
+        """Return the last use of storage `index`, as `Trace.last_uses` has it."""
+        return self._last_uses.get(index, NONE)
 
     def list_last_uses(self) -> list[int]:
         """Return the last use of each storage of the trace, as `Trace.last_uses` has it."""
@@ -154,11 +172,20 @@ class StorageTable:
                 self.live_bytes += num_bytes
                 if self.live_bytes > self.peak_bytes:
                     self.peak_bytes = self.live_bytes
-                if self.find_oom_message is not None and (message := self.find_oom_message(device)) is not None:
+                message = None if self.find_oom_message is None else self.find_oom_message(device)
+                if num_bytes >= MIN_CALLER_BYTES or message is not None:
+                    self.record_callers(index)
+                if message is not None:
                     self._writer.trace.refused.append(index)
                     self._append_free(index)
-                    raise torch.OutOfMemoryError(message)
+                    raise self._make_out_of_memory_error(message)
             return index
+
+    def _make_out_of_memory_error(self, message: str) -> torch.OutOfMemoryError:
+        """Return the error to raise. No frame of its traceback may have it in a variable, which would keep it alive."""
+        error = torch.OutOfMemoryError(message)
+        self.on_out_of_memory(error)
+        return error
 
     def free_without_tensor(self, index: int) -> None:
         """Record that memory is freed; `index` is the one that `allocate_without_tensor` returned."""

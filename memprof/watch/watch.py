@@ -196,13 +196,16 @@ class Watch(ABC):
             self._registered_weights[id(module), name] = weakref.ref(module), role
 
     def _set_registered_roles(self) -> None:
-        """Set the roles of all weights that modules have registered, called or not; used when the run may end."""
+        """Set the roles of all weights that modules have registered, called or not, and of what optimizers have loaded
+        before their first step; used when the run may end."""
         for (_, name), (module_ref, role) in list(self._registered_weights.items()):
             module = module_ref()
             weights = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
             tensor = weights[name] if name in weights else None  # noqa: SIM401, a ScriptModule's are no dictionary
             if tensor is not None:
                 self._set_role([tensor], role)
+        for optimizer in list(self.phases.optimizers):
+            self._set_roles_of_state(optimizer)
 
     def _patch_backward(self) -> None:
         original = autograd.engine_run_backward_of_graph.get()
@@ -265,6 +268,10 @@ class Watch(ABC):
         for group in optimizer.param_groups:
             self._set_role(group["params"], Role.PARAMETER)
             self._set_role((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
+        self._set_roles_of_state(optimizer)
+
+    def _set_roles_of_state(self, optimizer: Optimizer) -> None:
+        """Set the role of each tensor in the state of `optimizer`."""
         for state in optimizer.state.values():
             for key, value in state.items():
                 for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions

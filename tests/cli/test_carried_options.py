@@ -23,7 +23,7 @@ from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, get_options
 from memprof.units import parse_gib
-from tests.cli.test_next import saved
+from tests.cli.test_next import saved, without_room
 
 # Of options that take a text, or are best not given any of their choices.
 WORDS = {
@@ -118,7 +118,7 @@ def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_pat
             dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None)),
             {"until_exit": True, "steps": None, "timeout": None},
         ),
-        "fix": (dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False)), {}),
+        "fix": (without_room(run), {}),
     }
     for name, (document, changes) in cases.items():
         what, command = choose_next_step(document)

@@ -10,7 +10,10 @@ import pytest
 
 from tests.processes import Done, python
 
-REPORT = {"stages", "steps", "batches", "reserved", "categories", "tensors", "ledger", "findings", "evidence", "ladder"}
+REPORT = {
+    "stages", "steps", "batches", "reserved", "categories", "tensors", "ledger", "findings", "evidence", "suggestions",
+    "ladder",
+}  # fmt: skip
 SCRIPT = """
 import os
 import torch

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.headers import read_header
 from tests.processes import python
 
 FOLDER = Path(__file__).resolve().parent / "programs"
@@ -51,13 +52,7 @@ class Planted:
 def read(path: Path) -> Planted:
     """Read what a program says of itself; ValueError if a line is not understood, or one that must be there is not."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    said: dict[str, str] = {}
-    for line in lines:
-        if not line.startswith("# "):
-            break
-        found = re.fullmatch(r"# (\w+): (.*)", line)
-        if found:
-            said[found[1]] = found[2]
+    said = read_header(lines)
     if said.keys() - _KEYS or {"fits", "exit", "why"} - said.keys():
         raise ValueError(f"{path}: says {', '.join(said)}")
     culprits = [number for number, line in enumerate(lines, 1) if line.endswith("# <- culprit")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator import Settings
-from memprof.findings import Evidence, Finding
+from memprof.findings import Evidence, Finding, Suggestion
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches
 from memprof.ledger.bridge import Bridge, compute_libraries_bytes
@@ -178,6 +178,7 @@ class Report(DisplayedDocument):
         """Return the tables by name: stages, peak, findings and others."""
         batches = self.batches
         evidence = ((finding.id, evidence_item) for finding in self.findings for evidence_item in finding.evidence)
+        suggestions = ((finding.id, suggestion) for finding in self.findings for suggestion in finding.suggestions)
         return {
             "stages": RowTable(self.stages, Stage),
             "steps": RowTable(self.steps, TrainingStep),
@@ -188,6 +189,7 @@ class Report(DisplayedDocument):
             "ledger": RowTable(self.peak.rows, Row),
             "findings": RowTable(self.findings, Finding),
             "evidence": RowTable(evidence, Evidence, {"finding": str}),
+            "suggestions": RowTable(suggestions, Suggestion, {"finding": str}),
             "ladder": RowTable(self.ladder, LadderRow),
             **({"gpus": RowTable(self.gpus, GpuRow)} if self.gpus else {}),
             **({"ranks": RowTable(self.ranks, RankRow)} if self.ranks else {}),

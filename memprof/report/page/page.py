@@ -140,12 +140,13 @@ def build_run_data(document: Report) -> dict[str, Any]:
 
 
 def _build_finding_data(moments: Moments, finding: Finding) -> dict[str, Any]:
-    steps = {name: ALL_FIXES.get(name.partition("=")[0]) for name in finding.fixes}
+    fixes = {name: fix.changes if (fix := ALL_FIXES.get(name)) else "" for name in finding.fixes}
+    shown = {text: effect for text, _, effect in (one.text.partition(": ") for one in finding.suggestions)}
     return {
         "severity": finding.severity.value,
         "title": finding.title,
         "evidence": [{"text": evidence.text, "kinds": find_kinds(moments, evidence)} for evidence in finding.evidence],
-        "fixes": [{"name": name, "changes": step.changes if step else ""} for name, step in steps.items()],
+        "fixes": [{"name": name, "changes": changes} for name, changes in (shown or fixes).items()],
     }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memprof.doctor.diagnosis import Candidate, Diagnosis, MessageSizes
+from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, EngineFigures, MessageSizes
 from memprof.report.terminal.layout import WIDTH, output_width, wrap_line
 from memprof.units import format_bytes
 
@@ -14,9 +14,17 @@ if TYPE_CHECKING:
 
 _MAX_ALTERNATIVES = 2  # Tensors shown after the likeliest.
 _LABELS = {
-    "tried": "requested", "total": "of the device", "free": "free", "process": "this process", "allocated": "allocated",
-    "reserved": "reserved", "private_pools": "private pools", "allowed": "limit",
-}  # fmt: skip
+    "tried": "requested",
+    "total": "of the device",
+    "free": "free",
+    "process": "this process",
+    "allocated": "allocated",
+    "reserved": "reserved",
+    "private_pools": "private pools",
+    "allowed": "limit",
+    "outside": "outside torch",
+}
+_CACHE_LABELS = {"tried": "needed", "free": "available"}  # of an engine's KV cache  # fmt: skip
 
 
 def render_diagnoses(diagnoses: Sequence[Diagnosis], *, quiet: bool = False) -> str:
@@ -37,7 +45,9 @@ def _format_count(diagnosis: Diagnosis) -> str:
 def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
     lines = _wrap([f"{diagnosis.title}{_format_count(diagnosis)}"], "")
     lines += _wrap([f"line {diagnosis.line}, {diagnosis.source}: {diagnosis.message}"], "  ")
-    sizes = _format_sizes(diagnosis.figures)
+    sizes = _format_sizes(diagnosis.figures, _CACHE_LABELS if diagnosis.cause is Cause.KV_CACHE else {})
+    if diagnosis.engine is not None:
+        sizes += _format_engine_figures(diagnosis.engine)
     parts = (("Figures", sizes), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
     for title, sentences in parts:
         if sentences:
@@ -55,16 +65,33 @@ def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _format_sizes(sizes: MessageSizes) -> tuple[str, ...]:
-    parts = [f"{label} {size.text}" for name, label in _LABELS.items() if (size := getattr(sizes, name)) is not None]
+def _format_sizes(sizes: MessageSizes, labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the sizes in one line, or none; `labels` replaces labels by field."""
+    labels = {**_LABELS, **labels}
+    parts = [f"{label} {size.text}" for name, label in labels.items() if (size := getattr(sizes, name)) is not None]
     parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in sizes.others]
     device_note = f" (device {sizes.device})" if sizes.device is not None else ""
     return (", ".join(parts) + device_note,) if parts else ()
 
 
+def _format_engine_figures(figures: EngineFigures) -> tuple[str, ...]:
+    """Return the engine's figures in one line, or none."""
+    parts = (
+        ("", figures.missing and f"{figures.missing.text} missing"),
+        ("length ", figures.length and f"{figures.length:,} tokens"),
+        ("at most ", figures.fitting_length and f"{figures.fitting_length:,} tokens fit"),
+        ("batch ", figures.batch and f"{figures.batch:,}"),
+        ("fraction of the GPU ", figures.fraction),
+        ("at least ", figures.least_fraction and f"{figures.least_fraction:.4f} of the GPU"),
+    )
+    line = ", ".join(f"{label}{value}" for label, value in parts if value)
+    return (line,) if line else ()
+
+
 def _format_tensor(candidate: Candidate) -> str:
     shape = " x ".join(map(str, candidate.shape))
-    model = f" of {candidate.model}" if candidate.model else ""
+    relation = ", if the model is" if candidate.is_guess else " of"
+    model = f"{relation} {candidate.model}" if candidate.model else ""
     description = f"{candidate.role}{model} ({candidate.why})"
     return f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {description}"
 

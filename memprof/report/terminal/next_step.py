@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from memprof.command_line import format_options, make_profile_command, make_run_command
-from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, script_fix_names
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.spec import TargetSpec
@@ -109,6 +109,11 @@ def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
     return purpose, shlex.join(["memprof", "recommend", *format_options(covered_spec)])
 
 
+def _list_suggested_fixes(document: Report) -> set[str]:
+    """Return the names of the fixes that findings suggest; changes of the program's own code have none."""
+    return {name for finding in document.findings for name in finding.fixes}
+
+
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
     is_single = document.rank is None and not document.gpus
     spec = program.asked
@@ -131,7 +136,10 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
-            return "the fixes that make it fit at the least cost", run("--fix", "auto")
+            suggested = _list_suggested_fixes(document)
+            if not suggested.isdisjoint(script_fix_names()):
+                return "the fixes that make it fit at the least cost", run("--fix", "auto")
+            return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.verdict.fits is False:
         return _FIXES_HELP
     if is_single and program.ended == "steps" and program.steps < MORE_STEPS:

@@ -58,6 +58,7 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     if quiet:
         return _render_verdict(document) if document.limit is None else Text(format_limit(document.limit))
     parts = [render_heading(document), _render_stages(document), _render_verdict(document)]
+    parts += _render_cause(document)
     parts += _render_certain_errors(document)
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT) and not explain]
     unit = _choose_unit(document)
@@ -322,6 +323,12 @@ def _label(label: str, style: str, sentence: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(sentence, style="default")
 
 
+def _render_cause(document: Report) -> list[RenderableType]:
+    """Return the finding without which the run would fit, if there is one; it is shown at the verdict."""
+    first = document.findings[:1]
+    return [Text("Cause: ", style="bold").append(one.title, style="default") for one in first if one.is_decisive]
+
+
 def _render_certain_errors(document: Report) -> list[RenderableType]:
     """Return the findings that end the run on a real GPU even with enough memory; they are shown at the verdict."""
     repeated_ids = ("does-not-fit", "run-failed", "memory-growth")  # findings that repeat the verdict
@@ -408,7 +415,7 @@ def _render_findings(document: Report) -> RenderableType:
     if not document.findings:
         return Text("No findings.\n")
     views = (indent(_render_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
-    return Group(make_heading("Findings, most expensive first"), *views)
+    return Group(make_heading("Findings, most important first"), *views)
 
 
 def _render_finding(number: int, finding: Finding) -> RenderableType:
@@ -416,7 +423,10 @@ def _render_finding(number: int, finding: Finding) -> RenderableType:
     lines = [title.append(finding.title), *(_render_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
-    if finding.fixes:
+    if finding.suggestions:
+        lines.append(Text("   Suggested fixes:", style="green"))
+        lines += [Text(f"   - {suggestion.text}", style="green") for suggestion in finding.suggestions]
+    elif finding.fixes:
         lines.append(Text("   Suggested fixes: " + ", ".join(map(_format_fix_option, finding.fixes)), style="green"))
     return Group(*lines)
 

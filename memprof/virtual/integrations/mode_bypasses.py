@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,9 +12,13 @@ import torch.autograd.profiler as autograd_profiler
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private import autograd, dispatch, tensors
+from memprof.trace.events import AUTOCAST_KIND, NONE, Holder
 from memprof.virtual.function_mode import FunctionMode
 from memprof.virtual.install_context import InstallContext
+from memprof.watch.recorder import Recorder
 from memprof.workload.quantization import import_quietly
+
+MAX_AUTOCAST_BLOCKS = 4  # that are recorded: a block in a loop ends in each iteration
 
 
 class ModeBypasses(Extension):
@@ -69,6 +73,18 @@ def _patch_saved_tensor_hooks(mode: FunctionMode) -> Patch:
     return autograd.push_saved_tensors_default_hooks.patch(push_hooks)
 
 
+def _record_copies(recorder: Recorder, copies: Iterable[torch.Tensor]) -> None:
+    """Record the autocast block that ends, if it has kept `copies` of weights beyond the phase that made them."""
+    trace = recorder.trace
+    storages = sorted({recorder.storages.get_index(copy) for copy in copies} - {NONE})
+    is_kept = any(trace.storages[index].phase < len(trace.phases) - 1 for index in storages)
+    if is_kept and sum(holder.kind == AUTOCAST_KIND for holder in trace.idle_holders) < MAX_AUTOCAST_BLOCKS:
+        source = trace.source_at(recorder.attribution.find_caller_line())
+        trace.idle_holders.append(
+            Holder(len(trace.events), AUTOCAST_KIND, "", source, True, None, tuple(storages), 0, 0, None)
+        )
+
+
 def _patch_autocast(context: InstallContext) -> Iterator[Patch]:
     """Yield patches that clear autocast's cache of casted weights as torch does, and autocast in backward passes."""
     mode, dispatch_mode = context.function_mode, context.dispatch_mode
@@ -76,6 +92,8 @@ def _patch_autocast(context: InstallContext) -> Iterator[Patch]:
 
     def clear_cache() -> None:
         original()
+        with torch.DisableTorchFunction():
+            _record_copies(context.recorder, mode.autocast.list_copies())
         mode.autocast.clear_cache()
 
     yield torch, "clear_autocast_cache", clear_cache

@@ -25,6 +25,10 @@ class Message:
     known: dict[str, Any] | None = None
     tensor: dict[str, Any] | None = None
     where: str = ""
+    program: str = ""
+    engine: dict[str, Any] | None = None
+    commands: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
 
     def diagnosis(self) -> Diagnosis | None:
         found = diagnose(io.BytesIO(self.text.encode()), "message", ReportedRun(**(self.known or {})))
@@ -33,7 +37,10 @@ class Message:
 
 def messages(name: str) -> list[Message]:
     table = tomllib.loads((HERE / name).read_text(encoding="utf-8"))
-    return [Message(**{**entry, "devices": tuple(entry.get("devices", ()))}) for entry in table["message"]]
+    return [
+        Message(**{**entry, **{name: tuple(entry.get(name, ())) for name in ("devices", "commands", "never")}})
+        for entry in table["message"]
+    ]
 
 
 def amount(text: str) -> float:

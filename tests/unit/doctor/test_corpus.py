@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from memprof.doctor.advice import MAX_STEPS
+
 sys.path.insert(0, str(Path(__file__).parent))
 from corpus import Message, messages, wrong_figures
 
 SEEN = messages("messages.toml")
+ENGINES = messages("messages_engines.toml") + messages("messages_engines_held_out.toml")
 HELD_OUT = messages("messages_held_out.toml") + messages("messages_last.toml")
-ALL = SEEN + HELD_OUT + messages("messages_more.toml")
+ALL = SEEN + HELD_OUT + messages("messages_more.toml") + ENGINES
 
 
 def _id(message: Message) -> str:
@@ -40,8 +43,22 @@ def test_cause_figures_and_tensor(message: Message):
         first = found.tensors[0]
         assert list(first.shape) == message.tensor["shape"]
         assert (first.dtype, first.role) == (message.tensor["dtype"], message.tensor["role"])
-    assert found.steps
+    assert 0 < len(found.steps) <= MAX_STEPS
     assert found.title
+
+
+@pytest.mark.parametrize("message", ENGINES, ids=_id)
+def test_an_engine_is_told_by_name_with_its_figures_and_options(message: Message):
+    found = message.diagnosis()
+    assert found is not None and found.engine is not None
+    assert found.source.rpartition(" in ")[2] == message.program
+    for name, expected in (message.engine or {}).items():
+        actual = getattr(found.engine, name)
+        assert (actual.text if name == "missing" else actual) == expected, name
+    commands = [step.command for step in found.steps]
+    assert len(commands) >= len(message.commands)
+    assert all(part in command for part, command in zip(message.commands, commands, strict=False)), commands
+    assert not [part for part in message.never if any(part in command for command in commands)], commands
 
 
 def test_a_sound_text_has_no_error():

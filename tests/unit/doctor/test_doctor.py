@@ -107,14 +107,15 @@ def test_a_size_that_fits_nothing_well_gets_no_name():
 def test_a_round_size_is_not_known_by_itself(size, is_told):
     """4 GiB are as many bfloat16 logits of 32,768 words as scores of 8 heads, or weights."""
     assert bool(find_candidates(TensorQuery(size, size))) == is_told
-    assert {one.role for one in find_candidates(TensorQuery(size, size, roles=frozenset({"logits"})))} == {"logits"}
+    query = TensorQuery(size, size, roles=frozenset({"logits"}))
+    assert ("logits" in {one.role for one in find_candidates(query)}) == (size == 8192 * 128256 * 4)
 
 
 def test_a_buffer_of_ggml_is_no_tensor():
     """It has all weights of a model, its cache or its graph."""
     what = "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4008.00 MiB on device 0"
     (found,) = diagnoses(f"{what}: cudaMalloc failed: out of memory")
-    assert found.source == "ggml" and not found.tensors
+    assert found.source == "ggml in llama.cpp" and not found.tensors
 
 
 def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_gpu_had_room_for():
@@ -377,11 +378,3 @@ def test_shorter_wordings_of_guides_and_programs(text: str, cause: Cause, comman
     (found,) = diagnoses(text)
     assert found.cause is cause
     assert command in found.steps[0].command
-
-
-def test_the_cpu_is_a_way_for_what_is_not_in_a_hurry():
-    (found,) = diagnoses(
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-        "7.63 GiB of which 1.20 GiB is free."
-    )
-    assert [step.command for step in found.steps].count('model.to("cpu")') == 1

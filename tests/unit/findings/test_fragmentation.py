@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memprof.allocator import GpuMemory, parse_config, replay_on_gpu
 from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
@@ -100,6 +102,27 @@ def test_small_but_decisive() -> None:
     b.new(48 * MIB // 4)
     assert not find(b.context())
     assert one(b.context(100 * MIB)).num_bytes == 32 * MIB
+
+
+@pytest.mark.parametrize(("kept_mib", "last_mib", "is_told"), [(60, 40, True), (62, 48, False)])
+def test_silent_where_little_is_free_and_no_setting_lets_the_run_fit(
+    kept_mib: int, last_mib: int, is_told: bool
+) -> None:
+    """2 MiB of the first segment are free, without which the run fits. Expandable segments grow by 20 MiB."""
+    b = TraceBuilder()
+    b.free(b.new((kept_mib + 2) * MIB // 4))
+    b.new(kept_mib * MIB // 4)
+    b.new(last_mib * MIB // 4)
+    context = b.context((kept_mib + last_mib) * MIB)
+    assert not context.ledger.run.fits and bool(find(context)) == is_told
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_a_run_that_does_not_fit_at_all_only_a_whole_one_has_fragmentation(ends: bool) -> None:
+    """Nothing is free where 128 MiB are refused; what the replay does later is the need of a larger GPU."""
+    context = pinned().context(140 * MIB)
+    context.ledger.trace.ended_out_of_memory = ends
+    assert bool(find(context)) is not ends
 
 
 def test_whole_segments_are_told_apart() -> None:

@@ -9,7 +9,7 @@ import pytest
 from memprof.findings import Finding, Severity
 from memprof.findings.growth import exhaustion_evidence, is_growing
 from memprof.findings.memory_growth import find
-from memprof.trace.events import Holder, PhaseKind, Role
+from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -78,6 +78,11 @@ def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> No
     assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
 
 
+def test_what_has_a_reset_is_to_be_reset() -> None:
+    (finding,) = found(kept(4, LOSSES._replace(has_reset=True)))
+    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: call reset() at the end of each epoch, or keep")
+
+
 def test_nobody_was_seen_to_keep_it() -> None:
     (finding,) = found(kept(4))
     assert "kept by" not in finding.title and "was not seen" in finding.evidence[0].text
@@ -139,7 +144,87 @@ def test_joined_tensors() -> None:
     assert finding.num_bytes == 4 * MIB
 
 
+def cleared(each: int, *, then: int, holder: Holder = LOSSES) -> TraceBuilder:
+    """A run whose steps fill a list that is cleared after `each` steps, and `then` steps more."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    made: list[int] = []
+
+    def fill(step: int) -> None:
+        if len(made) == each:
+            b.free(*made)
+            made.clear()
+        made.append(b.new(MILLION, line=KEPT))
+
+    steps(b, each + then, fill)
+    b.trace.holders.append(holder._replace(storages=(2, 4)))
+    return b
+
+
+def test_what_is_cleared_after_the_peak() -> None:
+    (finding,) = found(cleared(6, then=2))
+    assert finding.severity is Severity.WARNING and finding.num_bytes == 6 * MIB
+    assert "grows by 1.00 MiB a step over 6 steps, to 6.00 MiB at the peak, kept by list `losses`" in finding.title
+    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: keep what is needed")
+
+
+def micro_batches(number: int, kept_of_each: int) -> TraceBuilder:
+    """Two steps, in whose micro-batches tensors stay until the optimizer's step."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    for step in (1, 2):
+        made: list[int] = []
+        for micro_batch in range(1, number + 1):
+            b.phase(PhaseKind.FORWARD, step, micro_batch)
+            made += [b.new(MILLION, line=KEPT) for _ in range(kept_of_each)]
+            b.phase(PhaseKind.BACKWARD, step, micro_batch)
+            b.phase(PhaseKind.OTHER, step)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.free(*made)
+        b.phase(PhaseKind.OTHER, step)
+    return b
+
+
+def test_what_grows_over_the_micro_batches_of_a_step() -> None:
+    (finding,) = found(micro_batches(6, 2))
+    assert "grows by 2.00 MiB a backward pass over 6 backward passes, to 12.00 MiB at the peak" in finding.title
+    assert ".detach()" in finding.evidence[-1].text
+
+
+def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:
+    """A run that calls its model `number` times, each for a MiB of `owner`, before a backward that it never reaches."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    b.trace.sources.append("train.py:5 main")
+    source = len(b.trace.sources) - 1
+    for _ in range(number):
+        b.phase(PhaseKind.FORWARD)
+        begin = len(b.trace.events)
+        b.new(MILLION, owner=owner)
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), NONE, source, True, 5, ()))
+        b.phase(PhaseKind.OTHER)
+    b.trace.last_uses = list(range(len(b.trace.storages)))
+    return b
+
+
+def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> None:
+    (finding,) = find(calls_before_one_backward(80).context(64 * MIB))
+    assert finding.is_decisive and "grows by 1.00 MiB a call over " in finding.title
+    assert finding.evidence[-1].text.startswith("fix: call backward() after each call at train.py:5")
+    assert not find(calls_before_one_backward(80).context(1000 * MIB))
+
+
 class TestSilentOn:
+    @pytest.mark.parametrize("each", [2, 3])
+    def test_what_is_cleared_soon(self, each: int) -> None:
+        assert not found(cleared(each, then=2))
+
+    def test_calls_that_go_on_with_the_result_of_the_last(self) -> None:
+        assert not find(calls_before_one_backward(80, owner=None).context(64 * MIB))
+
+    def test_two_models_that_take_turns(self) -> None:
+        assert not found(micro_batches(2, 1))
+
     def test_a_window(self) -> None:
         b = TraceBuilder()
         b.parameter("weight", 100)

@@ -227,6 +227,36 @@ def hidden_state() -> None:
         learn(head(hidden).mean(), optimizer, retain=True)
 
 
+def without_an_optimizer() -> None:
+    model, _ = parts()
+    scores = []
+    for x in batches():
+        loss = model(x).square()
+        loss.mean().backward()
+        scores.append(loss.detach())  # kept
+
+
+def hidden_state_of_micro_batches() -> None:
+    model = nn.LSTM(WIDTH, WIDTH).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        hidden = None
+        for x in batches():
+            out, hidden = model(x[None], hidden)  # kept
+            out.square().mean().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def inside_of_modules() -> None:
+    model, _ = parts()
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output))  # kept
+    for x in batches():
+        model(x)
+
+
 class Mean:
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
@@ -359,6 +389,9 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (replay_buffer, GROWTH, "list `Buffer.items`", Buffer.push),
         (frames_of_exceptions, GROWTH, "list `errors`", frames_of_exceptions),
         (hidden_state, GROWTH, "variable `hidden`", hidden_state),
+        (without_an_optimizer, GROWTH, "list `scores`", without_an_optimizer),
+        (hidden_state_of_micro_batches, GROWTH, "variable `hidden[0]`", hidden_state_of_micro_batches),
+        (inside_of_modules, KEPT, "list `seen`", inside_of_modules),
         (metric, GROWTH, "list `Mean.values`", Mean.update),
         (logger, GROWTH, "defaultdict `Logger.history`", Logger.log),
         (filled_from_outside, GROWTH, "list `State.gradients`", filled_from_outside),
@@ -378,6 +411,12 @@ def test_one_finding_with_the_container_and_its_line(
     at = first + next(number for number, line in enumerate(lines) if "# kept" in line)
     assert only.id == finding
     assert f"kept by {holder} (findings/test_leaks.py:{at})" in only.title
+
+
+def test_hooks_of_a_model_in_training_mode_keep_less_in_eval_mode() -> None:
+    (finding,) = found(inside_of_modules)
+    assert finding.title.startswith("Tensors of 6 calls of Sequential")
+    assert "call eval() before findings/test_leaks.py:" in finding.evidence[-1].text
 
 
 # -- programs that do not ---------------------------------------------------------------------------------------------

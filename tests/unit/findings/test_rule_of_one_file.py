@@ -44,5 +44,5 @@ def test_rules_are_asked_in_this_order():
         "evaluation_accumulates", "evaluation_with_gradients", "fragmentation", "streams", "duplicate_gradients",
         "state_not_sharded", "unsharded_group", "kept_unsharded", "weight_delta", "prefetch", "float32_reduction",
         "unreduced_gradients", "logits", "attention_scores", "graph_breaks", "compiled_saved_tensors", "upcast",
-        "optimizer_state", "vocabulary", "positions", "unattributed",
+        "weight_cache", "optimizer_state", "vocabulary", "positions", "unattributed",
     ]  # fmt: skip

@@ -30,7 +30,7 @@ from memprof.findings.finding import Context, Finding
 from memprof.findings.groups import is_large
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
-from memprof.trace.events import GraphBreak, PhaseKind, Role
+from memprof.trace.events import Caller, GraphBreak, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import GIB, KIB, MIB
 from tests.unit.allocator.traces import StreamScript
@@ -234,5 +234,44 @@ def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_nam
     b = beside((2000 - small_mib) * MIB)
     b.new(small_mib * MIB, dtype="uint8")
     (finding,) = does_not_fit.find(b.context(1990 * MIB))
-    named = [one.text.partition(":")[0] for one in finding.evidence[3:]]
+    named = [text for one in finding.evidence[3:] if (text := one.text.partition(":")[0]) != "in use"]
     assert named == ["parameters", *["activations"] * is_named]
+
+
+@pytest.mark.parametrize(
+    ("live_mib", "request_mib", "named"),
+    [
+        ([98], 400, []),
+        ([100], 400, ["100.00 MiB"]),
+        ([50, 50], 800, ["2 x 50.00 MiB"]),
+        ([98], 98, []),
+        ([98], 96, ["98.00 MiB"]),
+        ([98, 102, 104, 106], 40, ["106.00 MiB", "104.00 MiB", "102.00 MiB"]),
+    ],
+)
+def test_tensors_from_a_tenth_of_the_memory_or_above_the_request_are_named_where_it_runs_out(
+    live_mib: list[int], request_mib: int, named: list[str]
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for mib in live_mib:
+        b.new(mib * MIB, dtype="uint8")
+    for number in range((1000 - sum(live_mib)) // 20):  # tensors of many kinds, each below both thresholds
+        b.new(20 * MIB, dtype="uint8", op=f"aten.op{number}")
+    b.new(request_mib * MIB, dtype="uint8")
+    (finding,) = does_not_fit.find(b.context(1000 * MIB))
+    lines = [one.text.removeprefix("in use: ") for one in finding.evidence if one.text.startswith("in use: ")]
+    assert [line.partition(" of ")[0] for line in lines] == named
+
+
+def test_the_lines_that_led_to_a_tensor_follow_its_own() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(300 * MIB, dtype="uint8", line="/lib/nets/net.py:1 forward")
+    b.new(800 * MIB, dtype="uint8", line="/lib/nets/net.py:12 forward")
+    b.trace.sources += ["/home/me/model.py:3 forward", "/home/me/train.py:4 main"]
+    own, main = len(b.trace.sources) - 2, len(b.trace.sources) - 1
+    b.trace.callers = [Caller(0, own, ""), Caller(1, own, ""), Caller(1, main, "torch.func.vmap")]
+    (finding,) = does_not_fit.find(b.context(1000 * MIB))
+    assert finding.evidence[0].text.endswith(
+        "at nets/net.py:12, called at me/model.py:3, called by torch.func.vmap at me/train.py:4"
+    )
+    assert finding.evidence[4].text.endswith("at nets/net.py:1, called at me/model.py:3")

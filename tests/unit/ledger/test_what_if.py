@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.ledger.what_if import free_earlier
+from memprof.allocator import AllocatorConfig, compute_memory_needs
+from memprof.ledger.what_if import compute_allocated_peak, edit_events, free_earlier, resize
 from memprof.trace.events import GPU, Event, EventKind, Workspace
 from tests.unit.traces import TraceBuilder
 
@@ -33,3 +34,36 @@ def test_workspaces_point_at_the_same_allocations() -> None:
     b.trace.workspaces += [Workspace(1, GPU, 512, 512), Workspace(4, GPU, 512, 512)]
     moved = free_earlier(b.trace, {first: 1})
     assert [moved.events[one.event] for one in moved.workspaces] == [Event(ALLOC, before), Event(ALLOC, after)]
+
+
+def test_other_sizes() -> None:
+    b = TraceBuilder(first=None)
+    first, second = b.alloc(512), b.alloc(1024)
+    changed = resize(b.trace, {first: 100, second: 0})
+    assert [storage.num_bytes for storage in changed.storages] == [100, 0]
+    assert [storage.num_bytes for storage in b.trace.storages] == [512, 1024], "the trace itself is unchanged"
+
+
+def test_a_storage_that_lives_twice_is_replayed_twice() -> None:
+    b = TraceBuilder(first=None)
+    first = b.alloc(4 << 20)
+    second = b.alloc(8 << 20)
+    b.free(second)
+    third = b.alloc(2 << 20)
+    b.free(first, third)
+    changed = edit_events(b.trace, {1: [Event(FREE, first)], 3: [Event(ALLOC, first)]}, ())
+    assert changed.events[1:6] == [
+        Event(FREE, first), Event(ALLOC, second), Event(FREE, second), Event(ALLOC, first), Event(ALLOC, third),
+    ]  # fmt: skip
+    needs = compute_memory_needs(changed, None, AllocatorConfig())
+    assert needs.allocated_bytes == compute_allocated_peak(changed) == 8 << 20
+    assert compute_allocated_peak(b.trace) == 12 << 20
+
+
+def test_the_allocated_peak_is_that_of_the_replay() -> None:
+    b = TraceBuilder(first=None)
+    for num_bytes in (1, 513, 0, 3 << 20):
+        b.free(b.alloc(7 << 20))
+        b.alloc(num_bytes)
+    b.alloc(100, device="cpu")
+    assert compute_allocated_peak(b.trace) == compute_memory_needs(b.trace, None, AllocatorConfig()).allocated_bytes

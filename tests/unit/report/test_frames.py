@@ -34,7 +34,7 @@ def of_json(rows: list[dict]) -> list[dict]:
         for name, value in row.items():
             if isinstance(value, dict):
                 one |= {f"{name}.{inner}": cell for inner, cell in value.items()}
-            elif not (isinstance(value, list | tuple) and value and isinstance(value[0], dict)):
+            elif name != "suggestions" and not (isinstance(value, list) and value and isinstance(value[0], dict)):
                 one[name] = value
         flat.append(one)
     return flat
@@ -63,6 +63,7 @@ def test_a_report_s_tables_are_its_json():
         "ledger",
         "findings",
         "evidence",
+        "suggestions",
         "ladder",
     ]
     for name in ("stages", "steps", "findings", "ladder"):
@@ -72,6 +73,10 @@ def test_a_report_s_tables_are_its_json():
     assert dict(zip(*frames["categories"].to_dict("list").values(), strict=True)) == written["peak"]["categories"]
     evidence = [{"finding": one["id"], **row} for one in written["findings"] for row in one["evidence"]]
     same(frames["evidence"], evidence)
+    same(
+        frames["suggestions"],
+        [{"finding": one["id"], **row} for one in written["findings"] for row in one["suggestions"]],
+    )
     assert len(frames["evidence"])
     assert frames["ledger"]["bytes"].sum() == document.peak.allocated_bytes
 

@@ -14,6 +14,7 @@ from memprof.run_spec import RunSpec
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
+    Caller,
     DeviceMismatch,
     Event,
     EventKind,
@@ -30,6 +31,7 @@ from memprof.trace.events import (
     StreamEvent,
     Trace,
     Use,
+    VmapCall,
     Wait,
     Workspace,
 )
@@ -47,6 +49,7 @@ def sample() -> Trace:
         ],
         storages=[Storage(513, (3, 171), "int8", "cuda:0", 0, 0, 0, 0, NONE, False)],
         last_uses=[3],
+        callers=[Caller(0, 0, "torch.func.vmap")],
         ops=["aten.empty"],
         modules=[Module("model.layers.0", "Layer", ModuleRole.LAYER, "model.layers")],
         sources=["/home/ä/train.py:3 main"],
@@ -63,6 +66,8 @@ def sample() -> Trace:
         forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
         idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
+        error_holders=[Holder(4, "except", "main", None, False, None, (0,), 0, 0, None)],
+        vmaps=[VmapCall(1, 3, 64, "jacrev", 0)],
     )
 
 
@@ -169,11 +174,15 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(storages=[[1, [1], "int8", "cuda:0", 0, -1, -1, 0, -1, False]]), "damaged"),
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
         (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
+        (damaged(callers=[[1, 0, ""]]), "damaged"),
         (damaged(last_uses=[1, 2]), "damaged"),
         (damaged(last_uses=[2]), "damaged"),  # the storage is allocated by the event of that index
         (damaged(last_uses=[5]), "damaged"),  # there are four events
         (damaged(last_uses=[-2]), "damaged"),
         (damaged(idle_holders=[[0, "", "out", None, False, None, [1], 0, 0, None]]), "damaged"),
+        (damaged(error_holders=[[0, "except", "main", None, False, None, [1], 0, 0, None]]), "damaged"),
+        (damaged(vmaps=[[1, 99, 2, "vmap", 0]]), "damaged"),
+        (damaged(vmaps=[[0, 1, 2, "vmap", 9]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import memprof
-from memprof.trace.events import NONE
+from memprof.trace.events import AUTOCAST_KIND, NONE
 from memprof.virtual import VirtualGpu
 from memprof.watch import holders, idle
+from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
 ELEMENTS = 1 << 20
 
@@ -87,6 +91,21 @@ def test_what_a_step_keeps_is_named_by_the_variable(num_steps: int) -> None:
     assert linecache.getline(file, int(line)).strip().startswith("out = model(")
 
 
+def test_what_was_given_to_a_model_is_named_by_the_attribute() -> None:
+    class Decoder(torch.nn.Linear):
+        def generate(self) -> None:
+            self.cache = torch.zeros(1 << 16, 64, device="cuda")
+            self(self.cache)
+
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = Decoder(64, 64).cuda()
+        model.generate()
+        for _ in range(2):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+    (holder,) = gpu.trace.idle_holders
+    assert (holder.name, len(holder.storages)) == ("Decoder.cache", 1)
+
+
 def test_a_healthy_loop_is_not_searched() -> None:
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         out = model(torch.randn(1024, 64, device="cuda"))
@@ -148,3 +167,75 @@ def test_live_tensors_are_looked_at_in_the_first_twelve_phases_and_ever_more_rar
     *phases, _ = looked  # the last is the end of the run
     assert [number for number in phases if number > 12] == [number for number in (16, 32, 64) if number in phases]
     assert 12 in phases or 11 in phases
+
+
+class Greedy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + take(1024 * MIB)
+
+
+def resume(path: Path) -> None:
+    """Load a checkpoint beside another model, until memory runs out in the first forward pass."""
+    first = nn.Linear(2048, 2048).cuda()
+    first(torch.ones(1, 2048, device="cuda"))
+    loaded = torch.load(path, map_location="cuda")
+    model = nn.Sequential(nn.Linear(2048, 2048), Greedy()).cuda()
+    model[0].load_state_dict(loaded["model"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    model(torch.ones(1, 2048, device="cuda"))
+
+
+def test_when_memory_runs_out_a_loaded_checkpoint_and_a_model_are_named(tmp_path: Path) -> None:
+    """The optimizer has its part of the checkpoint, and has not used it yet."""
+    saved = nn.Linear(2048, 2048)
+    optimizer = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    with pytest.raises(torch.OutOfMemoryError), small_gpu() as gpu:
+        resume(tmp_path / "saved.pt")
+    names = {holder.name: {gpu.trace.owners.get(i) for i in holder.storages} for holder in gpu.trace.idle_holders}
+    assert names["loaded['model']"] == {None} and "first" in names
+
+
+def collect(is_pending: bool) -> None:
+    """Keep the outputs of three forward passes, with or without a backward pass each, until memory runs out."""
+    outs = []
+    model = nn.Linear(64, 8192).cuda()
+    for _ in range(3):
+        outs.append(model(torch.ones(1024, 64, device="cuda")))
+        loss = outs[-1].sum()
+        if not is_pending:
+            loss.backward()
+            model.zero_grad()
+    take(1024 * MIB)
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_when_memory_runs_out_what_the_steps_forward_made_is_not_idle(
+    is_pending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One backward pass of several forward passes may follow, unless an earlier one has used what they made."""
+    monkeypatch.setattr(idle, "NUM_FIRST_PHASES", 0)  # only memory that runs out is a reason to search
+    with pytest.raises(torch.OutOfMemoryError), small_gpu() as gpu:
+        collect(is_pending)
+    assert ("outs" in {holder.name for holder in gpu.trace.idle_holders}) is not is_pending
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_the_autocast_block_that_keeps_copies_of_weights_over_several_calls_is_recorded(is_outside: bool) -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = nn.Linear(64, 64).cuda()
+        data = torch.ones(4, 64, device="cuda")
+        with torch.no_grad(), torch.autocast("cuda") if is_outside else contextlib.nullcontext():
+            for _ in range(3):
+                with torch.autocast("cuda", torch.float16):
+                    model(data)
+    holders = [holder for holder in gpu.trace.idle_holders if holder.kind == AUTOCAST_KIND]
+    assert len(holders) == is_outside
+    for holder in holders:
+        file, _, line = (holder.source or "").partition(" ")[0].rpartition(":")
+        assert (
+            linecache.getline(file, int(line)).strip().startswith("with torch.no_grad()") and len(holder.storages) == 2
+        )

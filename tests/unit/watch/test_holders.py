@@ -119,6 +119,26 @@ def in_a_sum_of_an_object() -> None:
         meter.total = meter.total + step(model, optimizer)
 
 
+class Mean:
+    def __init__(self) -> None:
+        self.total: Any = 0
+
+    def add(self, value: torch.Tensor) -> None:
+        self.total = self.total + value  # kept
+
+
+class Statistics:
+    def __init__(self) -> None:
+        self.means = {"loss": Mean()}
+
+
+def in_a_sum_of_an_object_of_a_dict() -> None:
+    model, optimizer = parts()
+    statistics = Statistics()
+    for _ in range(4):
+        statistics.means["loss"].add(step(model, optimizer))
+
+
 def in_a_hook() -> None:
     model, optimizer = parts()
     seen = []
@@ -151,6 +171,7 @@ def line_of(code: Any) -> str:
         (in_a_dict_of_dicts, "dict", "logs['train']", in_a_dict_of_dicts),
         (in_a_list_by_a_variable, "list", "logs['train']", in_a_list_by_a_variable),
         (in_a_sum_by_a_key, "", "totals['loss']", in_a_sum_by_a_key),
+        (in_a_sum_of_an_object_of_a_dict, "", "Mean.total", Mean.add),
         (in_a_hook, "list", "seen", in_a_hook),
         (in_one_tensor, "", "everything", in_one_tensor),
     ],
@@ -159,6 +180,64 @@ def test_names_and_lines(program: Callable[[], None], kind: str, name: str, fill
     holder = only(run(program))
     assert (holder.kind, holder.name, holder.fills) == (kind, name, True)
     assert holder.source is not None and holder.source.startswith(line_of(filled_in))
+
+
+class Metric(Meter):
+    def reset(self) -> None:
+        self.values.clear()
+
+
+@pytest.mark.parametrize(("kind", "has_reset"), [(Metric, True), (Meter, False)])
+def test_whether_it_can_be_reset(kind: type[Meter], has_reset: bool) -> None:
+    def program() -> None:
+        model, optimizer = parts()
+        meter = kind()
+        for _ in range(4):
+            meter.add(step(model, optimizer))
+
+    assert only(run(program)).has_reset is has_reset
+
+
+def remember_output(module: Any, args: Any, output: torch.Tensor) -> None:
+    module.output = output.detach()  # kept
+
+
+def on_modules_by_a_hook() -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3))).cuda()
+    handles = [layer.register_forward_hook(remember_output) for layer in model]
+    x = torch.randn(4096, 2048, device="cuda")
+    model(x)
+    for handle in handles:
+        handle.remove()
+    for _ in range(2):
+        model(x)
+
+
+def test_what_a_hook_puts_on_modules_is_an_attribute_of_theirs() -> None:
+    """Not of their container in torch, `Sequential._modules`."""
+    (holder,) = run(on_modules_by_a_hook).idle_holders
+    assert (holder.kind, holder.name) == ("", "Linear.output") and len(holder.storages) > 1
+    assert holder.source is not None and holder.source.startswith(line_of(remember_output))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+
+
+def test_modules_are_named_as_the_program_does() -> None:
+    def program() -> None:
+        stacks = [Stack().cuda()]
+        x = torch.randn(8, 2048, device="cuda")
+        for _ in range(3):
+            stacks[0].layers.append(nn.Linear(2048, 2048).cuda())
+            stacks[0].layers[-1](x)
+
+    trace = run(program)
+    assert trace.idle_holders
+    assert all("_modules" not in holder.name for holder in trace.idle_holders)
+    assert all(holder.source and holder.source.startswith(__file__) for holder in trace.idle_holders)
 
 
 def test_a_sum_in_an_object() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+
+import memprof
 from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
@@ -63,6 +68,22 @@ def test_gradients_that_are_not_accumulated_make_no_micro_batch(tmp_path: Path) 
     assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2}
 
 
+WITHOUT_MODULES = """
+import torch
+
+weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+for _ in range(3):
+    (torch.randn(16, 64, device="cuda") @ weight).mean().backward()
+"""
+
+
+def test_each_backward_is_a_micro_batch_where_no_module_is_called(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_MODULES)
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
+    assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2, 3}
+
+
 EVALUATION_WITH_GRADIENTS = """
 import torch
 from torch import nn
@@ -103,3 +124,38 @@ def test_an_optimizer_made_before_the_model_is_moved_leaves_one_row_of_parameter
     document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
     (row,) = (stage for stage in document.stages if stage.name == "parameters")
     assert row.delta_bytes >= 4 * 2 * 3 * 64 * (64 + 1)  # weights and biases, of the input and of the state
+
+
+def folds_that_are_kept() -> Iterator[torch.optim.Optimizer]:
+    optimizers = []
+    for _ in range(3):
+        optimizers.append(torch.optim.SGD(torch.nn.Linear(8, 8).cuda().parameters(), lr=0.1))
+        yield from optimizers[-1:] * 3
+
+
+def two_that_alternate() -> Iterator[torch.optim.Optimizer]:
+    pair = [torch.optim.SGD(torch.nn.Linear(8, 8).cuda().parameters(), lr=0.1) for _ in range(2)]
+    yield from pair * 4
+
+
+def one_more_often() -> Iterator[torch.optim.Optimizer]:
+    critic, generator = (torch.optim.SGD(torch.nn.Linear(8, 8).cuda().parameters(), lr=0.1) for _ in range(2))
+    yield from [critic, critic, critic, generator] * 2
+
+
+@pytest.mark.parametrize(
+    ("program", "num_steps"),
+    [
+        (folds_that_are_kept, 9),  # no step waits for the optimizer of an earlier fold
+        (two_that_alternate, 4),
+        (one_more_often, 7),  # a generator's step is one with a critic's, but for the last, which none follows
+    ],
+)
+def test_steps_of_several_optimizers(program, num_steps: int) -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        for optimizer in program():
+            weight, bias = optimizer.param_groups[0]["params"]
+            torch.nn.functional.linear(torch.ones(2, 8, device="cuda"), weight, bias).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert max(phase.step for phase in gpu.trace.phases) == num_steps

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from memprof.allocator.rounding import round_size
-from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
+from memprof.findings import Context
+from memprof.findings.evidence import is_applicable
+from memprof.fixes.catalog import FIXES
 from memprof.flows import profile as flow
+from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
@@ -122,12 +125,10 @@ def test_lora_of_a_transposed_layer():
 
 
 def test_lora_is_no_fix_for_itself(config):
-    fixes = []
     for adapter in (None, "lora"):
-        gpu = {"gpu_vram_bytes": CONTEXT_BYTES + (1 << 19), "workspaces": False}
-        findings = run(config, adapter=adapter, **gpu)[1].findings
-        fixes.append(next(finding for finding in findings if finding.id == "does-not-fit").fixes)
-    assert "lora" in fixes[0] and "lora" not in fixes[1]
+        trace, document = run(config, adapter=adapter)
+        context = Context(build_ledger(trace), None, spec=document.target.asked)
+        assert is_applicable(context, FIXES["lora"]) == (adapter is None)
 
 
 def test_lora_needs_known_targets(tmp_path):

@@ -2,7 +2,6 @@
 # fits: no
 # exit: 3
 # step: 10
-# known: that whole models pile up is not a finding
 # run: --gpu-vram 2
 # why: a fold is weights of 128 MiB and two moments of 128: 384. Three folds are 1152, and the third had 128 of
 #      gradients and 128 of temporaries beside them. Of 1622, 470 are left for the fourth, which needs 512, in its

@@ -36,6 +36,8 @@ RECOMMEND = ("what would fit this GPU, or how many of them it takes", "memprof r
 LEAST = "the fixes that make it fit at the least cost"
 EXPANDABLE = "whether expandable segments would reserve less", "--alloc-conf expandable_segments:True"
 FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
+HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
+OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 
 def ladder(*fits: bool | None) -> tuple[Any, ...]:
@@ -97,7 +99,9 @@ def limit(largest: int | None) -> LargestSearch:
         (ran(rank=RankFacts(0, 2)), None),
         (ran({"timeout": 2.0}, ended="timeout", fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
-        (ran(fits=False), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
+        (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
+        (ran(fits=False, findings=OWN_CODE), FIXES),
+        (ran(fits=False), FINDINGS),
         (ran(fits=False, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False, ladder=ladder(False, False)), FIXES),
         (ran(fits=False, fixes=("bfloat16",)), FIXES),

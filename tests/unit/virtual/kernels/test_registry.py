@@ -108,8 +108,8 @@ def test_sources_name_files_of_the_release():
         elif line and not line.startswith("#"):
             listed[line] = where
     files = Path(memprof.__file__).parent.rglob("*.py")
-    # A stub names files of the package that it stands for, with that package's release.
-    text = "".join(file.read_text() for file in files if not {"stubs", "stubs.py"} & {*file.parts}).replace(
+    # A stub names files of the package that it stands for, and doctor/engines those of the engines, with its release.
+    text = "".join(file.read_text() for file in files if not {"stubs", "stubs.py", "engines"} & {*file.parts}).replace(
         "aten/src/", ""
     )
     named = set(re.findall(r"(?<![\w*])[\w/]+\.(?:cuh|cu|cpp|h)\b", text)) - NO_FILES

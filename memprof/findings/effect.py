@@ -1,0 +1,49 @@
+"""What a run would need if storages were freed after their last use: the allocator is replayed with these frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from memprof.allocator import MemoryNeeds, compute_memory_needs
+from memprof.findings.finding import Context, Evidence
+from memprof.ledger.what_if import free_earlier
+from memprof.trace.events import NONE
+from memprof.units import format_bytes
+
+
+def compute_needs_without(context: Context, storages: Iterable[int]) -> MemoryNeeds:
+    """Return what the run needs if each of `storages` is freed after its last use, or, never used, once allocated."""
+    births = context.lifetimes.births
+    last_uses = context.ledger.trace.last_uses or [NONE] * len(births)
+    return compute_needs_with_frees(
+        context, {index: births[index] + 1 if last_uses[index] == NONE else last_uses[index] for index in storages}
+    )
+
+
+def compute_needs_with_frees(context: Context, frees: Mapping[int, int]) -> MemoryNeeds:
+    """Return what the run needs if each storage in `frees` is freed at the event there, which is before it is freed."""
+    run = context.ledger.run
+    return compute_memory_needs(free_earlier(context.ledger.trace, frees), run.gpu, run.config, run.release)
+
+
+def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
+    """Return whether the run does not fit, and would with `needs`, of `compute_needs_without`."""
+    return needs is not None and needs.fits and not context.ledger.run.fits
+
+
+def effect_evidence(context: Context, needs: MemoryNeeds) -> Evidence:
+    """Return evidence that compares `needs`, of `compute_needs_without`, with what the run needs."""
+    ledger = context.ledger
+    before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
+    text = (
+        f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
+        f"{format_bytes(ledger.peak_bytes)}, and {format_reserved(needs, before)}"
+    )
+    return Evidence(text, num_bytes=before - after)
+
+
+def format_reserved(needs: MemoryNeeds, before_bytes: int) -> str:
+    """Return text that compares what is reserved with `needs` and with `before_bytes`; where that is more than the GPU
+    has, though the run fits, the text says why."""
+    text = f"reserves {format_bytes(needs.required_reserved_bytes)} instead of {format_bytes(before_bytes)}"
+    return f"{text}, of which cached segments are released when the GPU is full" if needs.releases_cache else text

@@ -1,0 +1,131 @@
+"""Growth that ends: tensors accumulate over the rounds before the peak of a run, and are freed together after it.
+
+Examples are a list that is filled in each step and cleared at the end of the epoch, a hidden state that keeps the
+graphs of all micro-batches of a step, and a sum of losses that is differentiated only at the end. Rounds are training
+steps, else backward passes (one per micro-batch), else calls of the model with gradients: the first of these over which
+tensors grow. What keeps growing to the end of a run is `growth.find_step_leaks`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from memprof.findings.finding import Context, cache_per_context
+from memprof.findings.growth import (
+    MIN_RISES,
+    Key,
+    LeakGroup,
+    by_holder,
+    compute_curve,
+    compute_median_rise,
+    count_idle_iterations,
+    find_step_leaks,
+    is_growing,
+    make_key,
+)
+from memprof.ledger.steps import list_training_steps
+from memprof.trace.events import Holder, PhaseKind, Role, Trace
+
+MIN_SHARE = 0.05  # of the peak: what accumulates less does not decide it
+
+STEP, BACKWARD_PASS, CALL = "step", "backward pass", "call"
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthUntilPeak:
+    """Tensors that accumulate over the rounds before the peak."""
+
+    unit: str  # name of a round: STEP, BACKWARD_PASS or CALL
+    rounds: int  # number of rounds over which they accumulate
+    ends: list[int]  # last event of each round of the run
+    leaks: dict[Holder | None, list[LeakGroup]]  # by holder; their storages are live at the peak
+
+    @property
+    def units(self) -> str:
+        """Return the name of several rounds."""
+        return self.unit + ("es" if self.unit == BACKWARD_PASS else "s")
+
+
+@cache_per_context
+def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
+    """Return the growth over the first kind of rounds that has any; None if there is none, or it is small."""
+    ledger, trace = context.ledger, context.ledger.trace
+    reported = {leak.key for leaks in find_step_leaks(context).values() for leak in leaks}
+    # Counterparts that are freed before the peak tell whether tensors replace each other, or accumulate.
+    members: dict[Key, list[int]] = defaultdict(list)
+    for index, storage in enumerate(trace.storages):
+        if (
+            (index not in trace.owners or _is_input(trace, index))
+            and not storage.hidden
+            and storage.device == trace.device
+        ):
+            members[make_key(trace, index)].append(index)
+    for key in reported:
+        members.pop(key, None)
+    for unit, ends in _list_rounds(context):
+        if len(ends) < MIN_RISES:
+            continue
+        stretches = [_find_stretch(context, key, own, ends) for key, own in members.items()]
+        found = [stretch for stretch in stretches if stretch is not None]
+        leaks = [leak for leak, _ in found]
+        if leaks and sum(leak.num_bytes for leak in leaks) >= MIN_SHARE * ledger.peak_bytes:
+            holders = by_holder(trace, leaks)
+            if unit == CALL:
+                if not any(_is_input(trace, index) for leak in leaks for index in leak.storages):
+                    continue  # calls without inputs of their own compute with the results of others
+                # One backward frees all.
+                holders = {next((holder for holder in holders if holder is not None), None): leaks}
+            return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
+    return None
+
+
+def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
+    """Yield (unit, last event of each round), the longest rounds first."""
+    trace = context.ledger.trace
+    yield STEP, [step.end - 1 for step in list_training_steps(trace, context.ledger.allocated)]
+    phases = trace.list_phase_begins()
+    ends = {
+        (phase.step, phase.micro_batch): end - 1
+        for (_, phase), (end, _) in pairwise(phases)
+        if phase.kind is PhaseKind.BACKWARD
+    }
+    yield BACKWARD_PASS, sorted(ends.values())
+    # Only where memory runs out: several calls may need one backward, as in a loop over the parts of a sequence.
+    if not context.ledger.run.fits:
+        modules = [forward.module for forward in trace.forwards if forward.nodes and forward.training]
+        for module, _ in Counter(modules).most_common(1):
+            yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.module == module]
+
+
+def _is_input(trace: Trace, index: int) -> bool:
+    return index in trace.owners and trace.owners[index].role is Role.INPUT
+
+
+def _find_stretch(context: Context, key: Key, members: list[int], ends: list[int]) -> tuple[LeakGroup, int] | None:
+    """Return the leak of `members` since they last became fewer before the peak, and the number of its rounds.
+
+    None if they do not accumulate, or if most of them stay after the peak: a cache that is full, a window.
+    """
+    lifetimes, peak = context.lifetimes, context.ledger.peak_event
+    curve = compute_curve(context, members, ends, survivors_only=True)
+    last = bisect.bisect_left(ends, peak)  # the round of the peak
+    first = max((i for i in range(1, last) if curve[i] < curve[i - 1]), default=0)
+    stretch = curve[first:last]
+    born = [index for index in members if lifetimes.births[index] <= peak]
+    if not born:
+        return None
+    num_idle = max(count_idle_iterations(context, born, ends[:last]), 0)
+    following = curve[last + 1 : last + 2]
+    if (
+        sum(after > before for before, after in pairwise(stretch)) < MIN_RISES
+        or not is_growing(stretch, num_idle)
+        or (following and 2 * following[0] > stretch[-1])
+    ):
+        return None
+    live = lifetimes.find_live(peak, members).storages
+    rounds = {bisect.bisect_left(ends, lifetimes.births[index]) for index in live}
+    return LeakGroup(key, live, stretch[-1] - stretch[0], compute_median_rise(stretch)), len(rounds)

@@ -1,0 +1,61 @@
+"""Proposes autocast: results of matrix products and convolutions, and what follows from them alone, in bfloat16."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from memprof.findings.evidence import param_names
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Trace
+
+# What the operators are called that autocast runs in half precision, and those that it runs in float32; all others
+# have the dtype of their inputs (PyTorch's documentation of torch.amp, "CUDA Ops").
+_HALF = re.compile(r"aten\.(convolution|mm|addmm|bmm|baddbmm|_scaled_dot_product_\w+)$")
+_FLOAT32 = re.compile(r"(layer|group|rms|vector)_norm|softmax|loss|upsample|aten\.(exp|log|pow|rsqrt|sum|prod|cumsum)$")
+_PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
+
+
+@proposes(70, fix="amp-bfloat16")
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a model in float32; its saving is a lower bound."""
+    trace = context.ledger.trace
+    halved = _find_halved(trace)
+    if halved:
+        halved += trace.optional_storages()  # workspaces of convolutions
+        sizes = {index: trace.storages[index].num_bytes // 2 for index in halved}
+        # Autocast keeps a half copy of a weight from the forward to the backward.
+        tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
+        for index, name in param_names(trace).items():
+            storage = trace.storages[index]
+            if len(storage.shape) > 1 and name not in tables:
+                sizes[index] = storage.num_bytes * 3 // 2
+        yield Proposal(resize(trace, sizes))
+
+
+def _find_halved(trace: Trace) -> list[int]:
+    """Return the float32 storages of forward and backward passes that are in half precision under autocast.
+
+    The inputs of an operator are not recorded: those with as many elements as its result are taken for them, and the
+    result is in half precision only if all of these that are live are. So are gradients, which have their dtype.
+    """
+    halved: dict[int, bool] = {}
+    live = {True: Counter[int](), False: Counter[int]()}  # whether halved -> number of elements -> live storages
+    for kind, index in trace.events:
+        storage = trace.storages[index] if kind in (EventKind.ALLOC, EventKind.FREE) else None
+        if storage is None or storage.dtype != "float32" or storage.device != trace.device or index in trace.owners:
+            continue
+        size = math.prod(storage.shape)
+        if kind is EventKind.FREE:
+            live[halved.get(index, False)][size] -= 1
+            continue
+        op, phase = trace.op(storage), trace.phases[storage.phase].kind
+        if phase in _PHASES and storage.module != NONE and not storage.hidden:
+            follows = not _FLOAT32.search(op) and live[True][size] > 0 and not live[False][size]
+            halved[index] = follows or (phase is PhaseKind.FORWARD and bool(_HALF.match(op)))
+        live[halved.get(index, False)][size] += 1
+    return [index for index, is_halved in halved.items() if is_halved]

@@ -1,0 +1,40 @@
+"""Proposes the loss in chunks: logits of a vocabulary exist for some tokens at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from memprof.findings.evidence import HALF_DTYPES, is_inference, vocab_size_of, vocabulary_tables
+from memprof.findings.finding import Context
+from memprof.findings.logits import find_logits_storages
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE
+from memprof.units import GIB
+
+_CHUNK_BYTES = GIB  # of a chunk's logits in float32, as the fix has it (fixes/chunked_loss.py)
+_FLOAT32_BYTES = 4
+
+
+@proposes(30, fix="chunked-loss", findings=("logits-explosion",))
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a model that reads tokens, and has logits of its vocabulary."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    vocab_size = vocab_size_of(context)
+    if vocab_size is None or is_inference(trace) or (context.vocab_size is None and not vocabulary_tables(trace)):
+        return
+    copies = find_logits_storages(context)
+    if not copies:
+        return
+    # However many copies there were, a chunk has one in float32, and one in the head's precision if that is half.
+    is_half = any(trace.storages[index].dtype in HALF_DTYPES for index in copies)
+    num_elements = max(math.prod(trace.storages[index].shape) for index in copies)
+    chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
+    share = min(1.0, chunk_bytes / lifetimes.find_max_live(copies).num_bytes)
+    changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
+    losses = [trace.storages[index] for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]
+    if context.spec is None and losses and all(storage.module == NONE for storage in losses):
+        yield Proposal(changed, "the loss of some tokens at a time, in the program's own code")
+    else:
+        yield Proposal(changed)

@@ -1,0 +1,100 @@
+"""Proposes smaller batches with gradient accumulation, where the memory is of tensors with a row for each sample."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from memprof.findings.evidence import param_names
+from memprof.findings.finding import Context
+from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import edit_events, resize
+from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
+
+# Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
+_PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
+
+
+@proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change to as many rows at a time as fit."""
+    trace = context.ledger.trace
+    batch_size = find_batch_size(context)
+    if batch_size is None:
+        return
+    batched = _find_batched(context, batch_size)
+    if not batched:
+        return
+    rows = find_fitting_rows(context, batched, batch_size)
+    while batch_size % rows:  # a batch is divided into equal ones
+        rows -= 1
+    sizes = {index: -(-trace.storages[index].num_bytes * rows // batch_size) for index in batched}
+    changed = _keep_gradients(resize(trace, sizes))
+    if any("batch_norm" in op for op in trace.ops):
+        yield Proposal(changed, f"gradients of batches of {rows} added up, of which batch normalization sees one")
+    else:
+        yield Proposal(changed, value=rows)
+
+
+def find_batch_size(context: Context) -> int | None:
+    """Return the number of samples: the first dimension of the model's inputs at the peak; None: 1, or not known."""
+    if context.spec is not None:
+        return context.spec.batch_size if context.spec.batch_size > 1 else None
+    sizes = {shape[0] for shape in _list_input_shapes(context)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _list_input_shapes(context: Context) -> list[tuple[int, ...]]:
+    """Return the shapes of the model's inputs that are live at the peak, without those with one row."""
+    trace = context.ledger.trace
+    inputs = [index for index, owner in trace.owners.items() if owner.role is Role.INPUT]
+    shapes = (trace.storages[index].shape for index in inputs if index in context.lifetimes.at_peak)
+    return [shape for shape in shapes if shape and shape[0] > 1]
+
+
+def _find_batched(context: Context, batch_size: int) -> list[int]:
+    """Return the storages with the batch as a factor; none if samples are compared with each other (n x n).
+
+    The factor is a dimension, or part of the first one, into which others are often merged.
+    """
+    trace = context.ledger.trace
+    parameters = {trace.storages[index].shape for index in param_names(trace)}
+    widths = {size for shape in parameters for size in shape}
+    widths |= {size for shape in _list_input_shapes(context) for size in shape[1:]}
+    batched = list(trace.optional_storages())  # workspaces of convolutions
+    num_workspaces = len(batched)
+    for index, storage in enumerate(trace.storages):
+        shape, owner = storage.shape, trace.owners.get(index)
+        if (
+            storage.hidden
+            or not shape
+            or shape in parameters
+            or (owner is not None and owner.role is not Role.KV_CACHE)
+        ):
+            continue
+        if trace.phases[storage.phase].kind not in _PHASES or (shape[0] % batch_size and batch_size not in shape):
+            continue
+        if len(shape) > 1 and shape[0] == shape[1] and len(shape) < 4 and shape[0] not in widths:
+            if shape[0] % batch_size == 0 and index in context.lifetimes.at_peak:
+                return []
+            continue
+        batched.append(index)
+    return batched if len(batched) > num_workspaces else []
+
+
+def _keep_gradients(trace: Trace) -> Trace:
+    """Return the trace with gradients live from the beginning of their step, as those of the batches before are."""
+    births, _ = trace.lifetimes()
+    begins: dict[int, int] = {}
+    for time, phase in trace.list_phase_begins():
+        if phase.kind is PhaseKind.FORWARD:
+            begins.setdefault(phase.step, time)
+    inserted: dict[int, list[Event]] = defaultdict(list)
+    removed = []
+    for index, owner in trace.owners.items():
+        begin = begins.get(trace.phases[trace.storages[index].phase].step, births[index])
+        if owner.role is Role.GRADIENT and begin < births[index] < len(trace.events):
+            removed.append(births[index])
+            inserted[begin].append(Event(EventKind.ALLOC, index))
+    return edit_events(trace, inserted, removed)

@@ -1,0 +1,82 @@
+"""Proposes other optimizers: fused (no temporaries), with state in 8 bits, or with state in host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from memprof.findings.evidence import param_names
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import PhaseKind, Role, Trace
+
+_BLOCK, _SCALE_BYTES = 256, 4  # elements that share a scale in bitsandbytes' 8-bit optimizers, and its size
+_MIN_ELEMENTS = 4096  # bitsandbytes keeps smaller states in float32 (min_8bit_size)
+_ADAM_STATE = {"exp_avg", "exp_avg_sq"}
+_FUSED_STATES = (_ADAM_STATE, {"momentum_buffer"})  # of the optimizers that have a fused implementation
+
+
+@proposes(40, fix="fused-optimizer", findings=("optimizer-step-temporaries",))
+def propose_fused(context: Context) -> Iterator[Proposal]:
+    """Yield the change for temporaries that an optimizer of torch makes in its step."""
+    trace = context.ledger.trace
+    temporaries, names = find_temporaries(trace), _list_state_names(trace)
+    if temporaries and any(own <= names for own in _FUSED_STATES):
+        yield Proposal(resize(trace, dict.fromkeys(temporaries, 0)))
+
+
+@proposes(80, fix="8-bit-optimizer", findings=("float32-optimizer-state", "optimizer-step-temporaries"))
+def propose_8_bit(context: Context) -> Iterator[Proposal]:
+    """Yield the change for the state of Adam or AdamW."""
+    trace = context.ledger.trace
+    state = _find_state(trace)
+    if not _list_state_names(trace) >= _ADAM_STATE:
+        return
+    sizes = dict.fromkeys(find_temporaries(trace), 0)
+    for index, num_elements in state.items():
+        if num_elements >= _MIN_ELEMENTS:
+            sizes[index] = num_elements + -(-num_elements // _BLOCK) * _SCALE_BYTES
+    yield Proposal(resize(trace, sizes))
+
+
+@proposes(90, fix="cpu-offload-optimizer")
+def propose_on_host(context: Context) -> Iterator[Proposal]:
+    """Yield the change for any state of an optimizer, whose step then is on the CPU."""
+    trace = context.ledger.trace
+    state = _find_state(trace)
+    if state:
+        yield Proposal(resize(trace, dict.fromkeys([*state, *find_temporaries(trace)], 0)))
+
+
+def _find_state(trace: Trace) -> dict[int, int]:
+    """Return storage -> number of elements of optimizer state on the GPU, but for step counts.
+
+    It includes state that the step is about to make where memory runs out: the optimizer has it only afterwards.
+    """
+    shapes = {trace.storages[index].shape for index in param_names(trace)}
+    state = {}
+    for index, storage in enumerate(trace.storages):
+        owner = trace.owners.get(index)
+        is_new = owner is None and _is_in_step(trace, index) and trace.op(storage) == "aten.zeros_like"
+        if (is_new or (owner is not None and owner.role is Role.OPTIMIZER_STATE)) and storage.shape in shapes:
+            state[index] = math.prod(storage.shape)
+    return state
+
+
+def _list_state_names(trace: Trace) -> set[str]:
+    return {owner.name for owner in trace.owners.values() if owner.role is Role.OPTIMIZER_STATE}
+
+
+def find_temporaries(trace: Trace) -> list[int]:
+    """Return the storages that an optimizer's step makes for itself."""
+    state = _find_state(trace)
+    return [
+        index
+        for index, storage in enumerate(trace.storages)
+        if _is_in_step(trace, index) and index not in trace.owners and index not in state and not storage.hidden
+    ]
+
+
+def _is_in_step(trace: Trace, index: int) -> bool:
+    return trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP

@@ -1,0 +1,83 @@
+"""Proposes rows at a time for tensors of all pairs, which are larger than everything that they are computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from memprof.findings.evidence import file_and_line, format_shape, param_names
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import EventKind, PhaseKind, Storage, Trace
+from memprof.units import GIB
+
+_CHUNK_BYTES = GIB  # that the pairs of the rows at a time may take
+
+# Operators whose result is larger than their operands only if these are broadcast; stack joins what was broadcast.
+_ELEMENTWISE = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "stack")
+_BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
+_PRODUCTS = {"aten.mm", "aten.addmm"}
+
+
+@proposes(50)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for the line that first makes the most pairs."""
+    trace = context.ledger.trace
+    found = _find_pairs(context)
+    if found is None:
+        return
+    first, num_inputs = found
+    storage = trace.storages[first]
+    num_rows = storage.shape[0]
+    num_chunks = -(-storage.num_bytes // _CHUNK_BYTES)
+    rows = -(-num_rows // min(num_chunks, num_rows))
+    births = context.lifetimes.births
+    sizes = {
+        index: -(-other.num_bytes * rows // num_rows)
+        for index, other in enumerate(trace.storages)
+        if births[index] >= births[first] or other.source == storage.source
+        if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
+    }
+    is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
+    checkpointed = ", each under torch.utils.checkpoint" if is_trained else ""
+    distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
+    change = f"{rows} of the {num_rows} rows of {format_shape(storage.shape)} at a time{checkpointed}, at "
+    yield Proposal(resize(trace, sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
+
+
+def _find_pairs(context: Context) -> tuple[int, int] | None:
+    """Return the largest storage of all pairs that is computed from smaller ones, and the elements of the largest of
+    these; None if there is none.
+
+    The inputs of an operator are not recorded: no storage that is live when it runs has as many elements as its result.
+    """
+    trace = context.ledger.trace
+    widths = {size for index in param_names(trace) for size in trace.storages[index].shape}
+    chunked = {time for call in trace.vmaps for time in range(call.begin, call.end)}  # by chunk_size, if at all
+    best: tuple[int, int] | None = None
+    live: dict[int, int] = {}  # storage -> elements
+    for time, (kind, index) in enumerate(trace.events):
+        if kind is EventKind.ALLOC:
+            storage = trace.storages[index]
+            num_elements = math.prod(storage.shape)
+            if time not in chunked and _may_be_pairs(trace, storage, widths):
+                # Stacked tensors may all be there.
+                num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
+                if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):
+                    best = index, num_inputs
+            live[index] = num_elements
+        elif kind is EventKind.FREE:
+            live.pop(index, None)
+    return best
+
+
+def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int]) -> bool:
+    """Return whether the shape and the operator of `storage` are those of pairs; `widths`: sizes of parameters."""
+    shape, op = storage.shape, trace.op(storage)
+    if len(shape) < 2 or min(shape[:2]) < 2 or storage.device != trace.device or storage.hidden:
+        return False
+    if trace.phases[storage.phase].kind is PhaseKind.BACKWARD:
+        return False
+    is_square = len(shape) == 2 and shape[0] == shape[1] and shape[0] not in widths
+    return op in _BROADCASTING or (op in _PRODUCTS and is_square)

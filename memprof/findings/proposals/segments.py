@@ -1,0 +1,18 @@
+"""Proposes expandable segments, which a replay of the allocator with that setting tries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+
+
+@proposes(10, fix="expandable-segments")
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a run of the caching allocator without expandable segments."""
+    run = context.ledger.run
+    if run.rounds and run.release.has_expandable_segments and not run.config.expandable_segments:
+        config = dataclasses.replace(run.config, expandable_segments=True)
+        yield Proposal(run.trace, config=config)

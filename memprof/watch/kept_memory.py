@@ -1,0 +1,39 @@
+"""Watch over the memory that a program keeps: what accumulates, what is no longer used, what caught errors hold."""
+
+from __future__ import annotations
+
+import torch
+
+from memprof.trace.events import PhaseKind
+from memprof.watch.caught_errors import CaughtErrorWatch
+from memprof.watch.growth import GrowthWatch
+from memprof.watch.idle import IdleWatch
+from memprof.watch.recorder import Recorder
+
+
+class KeptMemoryWatch:
+    """The three searches for what a program keeps, each at the moments at which its objects can show it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.growth = GrowthWatch(recorder)
+        self._idle = IdleWatch(recorder, self.growth.search)
+        self.caught_errors = CaughtErrorWatch(recorder, self.growth.search)
+
+    def record_phase_begin(self, kind: PhaseKind, *, in_step: bool) -> None:
+        """Record that a phase of `kind` begins; `in_step`: whether it is in the closure of an optimizer's step."""
+        self.growth.record_phase_begin(kind, in_step=in_step)
+        self._idle.record_phase_begin(kind)
+        if kind.computes:  # other phases begin while an error passes, too
+            self.caught_errors.find_holders()
+
+    def record_out_of_memory(self, error: torch.OutOfMemoryError, *, has_phases: bool) -> None:
+        """Record that `error` is about to be raised; `has_phases`: whether the program's phases are recognized."""
+        self.caught_errors.record_error(error)
+        if has_phases:
+            self._idle.record_out_of_memory()
+
+    def record_run_end(self) -> None:
+        """Record the end of the program, with its variables still alive."""
+        self.growth.record_run_end()
+        self._idle.record_run_end()
+        self.caught_errors.find_holders()

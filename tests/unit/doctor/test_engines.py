@@ -1,0 +1,446 @@
+"""Engines' options at the boundaries of what they can reach; messages_engines.toml has a whole message of each kind."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from memprof.doctor import Diagnosis, diagnose
+from memprof.doctor.engines.engine import round_fraction_down, round_fraction_up
+
+DOCS = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+
+
+def diagnosis(text: str) -> Diagnosis:
+    return diagnose(io.BytesIO(text.encode()), "log")[0]
+
+
+def commands(text: str) -> list[str]:
+    return [step.command for step in diagnosis(text).steps]
+
+
+def has(option: str, text: str) -> bool:
+    return any(option in command for command in commands(text))
+
+
+def cache_error(needed: str, available: str, length: int = 32768, rest: str = "") -> str:
+    return (
+        f"ValueError: To serve at least one request with the models's max seq len ({length}), ({needed} GiB KV cache "
+        f"is needed, which is larger than the available KV cache memory ({available} GiB). {rest}"
+    )
+
+
+def torch_error(frames: str = "", tried: str = "1.00 GiB", free: str = "0.50 GiB", total: str = "80.00 GiB") -> str:
+    return (
+        f"{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of "
+        f"{total} of which {free} is free. Including non-PyTorch memory, this process has 79.00 GiB memory in use. Of "
+        "the allocated memory 78.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated."
+    )
+
+
+def frames_of(*functions: str, package: str = "vllm/v1/worker") -> str:
+    lines = "".join(
+        f'  File "/opt/venv/lib/python3.12/site-packages/{package}/w.py", line 1, in {name}\n    x\n'
+        for name in functions
+    )
+    return f"Traceback (most recent call last):\n{lines}"
+
+
+# -- fractions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fraction", "down", "up"), [(0.87, 0.87, 0.87), (0.8699999, 0.86, 0.87), (0.8700001, 0.87, 0.88), (0.0, 0.0, 0.0)]
+)
+def test_hundredths(fraction: float, down: float, up: float):
+    assert (round_fraction_down(fraction), round_fraction_up(fraction)) == (down, up)
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("needed", "available", "is_offered"),
+    [("6.00", "3.01", True), ("6.00", "3.00", False), ("6.00", "2.99", False), ("24.00", "9.97", False)],
+)
+def test_half_the_bytes_of_a_cache_are_offered_where_they_fit(needed: str, available: str, is_offered: bool):
+    assert has("--kv-cache-dtype fp8", cache_error(needed, available)) == is_offered
+
+
+@pytest.mark.parametrize("said", ["kv_cache_dtype=fp8", "Using fp8 data type to store kv cache."])
+def test_a_cache_of_one_byte_a_value_is_not_offered_twice(said: str):
+    assert not has("--kv-cache-dtype", said + "\n" + cache_error("6.00", "5.00"))
+
+
+@pytest.mark.parametrize(("tokens", "is_offered"), [(15000, True), (14999, False)])
+def test_half_the_bytes_by_tokens(tokens: int, is_offered: bool):
+    text = (
+        "The model's max seq len (30000) is larger than the maximum number of tokens that can be stored in KV cache "
+        f"({tokens})."
+    )
+    assert has("--kv-cache-dtype fp8", text) == is_offered
+
+
+def test_a_length_in_proportion_is_of_whole_blocks_and_never_too_long():
+    (length,) = [
+        int(command.split()[-1]) for command in commands(cache_error("8.00", "3.00")) if "--max-model" in command
+    ]
+    assert length % 16 == 0 and length <= 32768 * 3.0 / 8.0
+
+
+GPU_LINE = "total_gpu_memory (79.10GiB) x gpu_memory_utilization ({}) = 71.19GiB\n"
+
+
+@pytest.mark.parametrize(
+    ("fraction", "missing", "option"),
+    [
+        ("0.90", 4.0, "--gpu-memory-utilization 0.96"),  # 0.9 + 4 / 79.1 = 0.9506
+        ("0.90", 6.3, "--gpu-memory-utilization 0.98"),  # 0.9797
+        ("0.90", 6.4, ""),  # 0.981: nothing is left for the context
+        ("0.50", 0.1, "--gpu-memory-utilization 0.51"),
+    ],
+)
+def test_the_fraction_is_computed_from_the_gpu_that_the_log_names(fraction: str, missing: float, option: str):
+    text = GPU_LINE.format(fraction) + cache_error(f"{10 + missing:.2f}", "10.00")
+    assert [c for c in commands(text) if "--gpu-memory-utilization" in c] == (
+        [f"vllm serve MODEL {option}"] if option else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "rest", "is_offered"),
+    [
+        ("", "", False),
+        ("", DOCS, True),
+        ("vLLM API server version 0.10.2\n", DOCS, False),
+        ("vLLM API server version 0.11.0\n", "", True),
+        ("vLLM API server version 0.9.1\n", "", False),
+    ],
+)
+def test_bytes_of_the_cache_are_an_option_of_recent_releases(before: str, rest: str, is_offered: bool):
+    assert has("--kv-cache-memory-bytes", before + cache_error("6.00", "5.00", rest=rest)) == is_offered
+
+
+@pytest.mark.parametrize(("missing", "is_offered"), [("1.00", True), ("5.70", True), ("5.80", False)])
+def test_without_the_gpu_s_size_a_larger_fraction_is_offered_if_there_are_such_gpus(missing: str, is_offered: bool):
+    """From 0.92 to 0.95, 5.8 GiB take a GPU of 193 GiB."""
+    text = cache_error(f"{float(missing) + 10:.2f}", "10.00")
+    assert has("--gpu-memory-utilization 0.95", text) == is_offered
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "option"),
+    [("6.93", "8.0", "0.86"), ("4.98", "15.6", "0.31"), ("0.30", "79.1", None), ("4.00", "79.1", "0.05")],
+)
+def test_what_is_free_at_the_start(free: str, total: str, option: str | None):
+    text = (
+        f"ValueError: Free memory on device cuda:0 ({free}/{total} GiB) on startup is less than desired GPU memory "
+        "utilization (0.9, 71.2 GiB). Decrease GPU memory utilization"
+    )
+    found = [command.split()[-1] for command in commands(text) if "utilization" in command]
+    assert found == ([option] if option else [])
+    assert diagnosis(text).engine.fraction == 0.9
+
+
+def test_weights_in_another_process():
+    text = (
+        "ValueError: Free memory on device cuda:0 (20.00/79.10 GiB) on startup is less than the engine's budget after "
+        "excluding external process's weights (0.9, 41.00 GiB)."
+    )
+    found = diagnosis(text)
+    assert (found.figures.tried.text, found.engine.missing.text) == ("41.00 GiB", "21.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("frames", "option"),
+    [
+        (("run_engine_core", "__init__", "load_model"), "--tensor-parallel-size 2"),
+        (("determine_available_memory", "profile_run"), "--max-num-batched-tokens 1024 --max-num-seqs 64"),
+        (("profile_run", "execute_model"), "--max-num-batched-tokens 1024 --max-num-seqs 64"),
+        (("initialize_from_config", "initialize_kv_cache"), "--gpu-memory-utilization 0.89"),
+        (("compile_or_warm_up_model", "capture_model"), "--gpu-memory-utilization 0.89"),
+        (("__call__", "capture_end"), "--gpu-memory-utilization 0.89"),
+        (("run_busy_loop", "execute_model"), "--gpu-memory-utilization 0.89"),
+    ],
+)
+def test_torch_s_error_in_vllm_has_the_advice_of_its_stage(frames: tuple[str, ...], option: str):
+    found = diagnosis(torch_error(frames_of(*frames)))
+    assert found.source == "torch in vLLM"
+    assert option in found.steps[0].command
+    assert not any("memprof" in step.command for step in found.steps)
+
+
+@pytest.mark.parametrize("prefix", ["(RayWorkerWrapper pid=2069, ip=10.0.0.1) ERROR ", "(Worker_TP2 pid=99) ERROR "])
+def test_a_worker_s_line_is_enough_to_tell_vllm(prefix: str):
+    assert diagnosis(prefix + torch_error()).source == "torch in vLLM"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_after_cache"),
+    [
+        ("# GPU blocks: 229, # CPU blocks: 512", True),
+        ("# cuda blocks: 7299, # CPU blocks: 2048", True),
+        ("GPU KV cache size: 23,648 tokens", True),
+        ("Capturing cudagraphs for decoding. This may lead to unexpected consequences", True),
+        ("Capturing the model for CUDA graphs. This may lead to unexpected consequences", True),
+        ("Capturing CUDA graph shapes:   0%|          | 0/67 [00:00<?, ?it/s]", True),
+        ("Loading model weights took 15.08 GB", False),
+    ],
+)
+def test_lines_of_the_log_say_that_the_cache_was_allocated(line: str, is_after_cache: bool):
+    text = f"(EngineCore pid=9) {line}\n(EngineCore pid=9) " + torch_error()
+    assert ("--gpu-memory-utilization" in commands(text)[0]) is is_after_cache
+
+
+def test_a_quarter_of_the_batch_that_the_log_names():
+    text = "max_num_batched_tokens=8192 max_num_seqs=128\n" + torch_error(frames_of("profile_run"))
+    assert commands(text)[0].endswith("--max-num-batched-tokens 2048 --max-num-seqs 32")
+
+
+def test_code_that_uses_an_engine_is_not_the_engine():
+    frames = frames_of("generate") + '  File "/w/train.py", line 3, in step\n    loss.backward()\n'
+    assert diagnosis(torch_error(frames)).source == "torch"
+
+
+def test_the_model_and_the_gpus_of_the_log_are_in_the_commands():
+    text = "vllm serve Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 2\n" + cache_error("6.00", "5.00")
+    assert "vllm serve Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 4" in commands(text)
+
+
+@pytest.mark.parametrize(
+    ("weights", "missing", "is_offered"), [("30.00", "14.9", True), ("30.00", "15.1", False), (None, "15.1", True)]
+)
+def test_smaller_weights_are_offered_where_they_are_enough(weights: str | None, missing: str, is_offered: bool):
+    load = "" if weights is None else f"Model loading took {weights} GiB memory and 3 seconds\n"
+    text = f"{load}Available KV cache memory: -{missing} GiB\nValueError: No available memory for the cache blocks."
+    assert has("--quantization fp8", text) == is_offered
+    assert not has("--quantization fp8", "quantization=awq\n" + text)
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("least", "option"),
+    [("0.9113", "0.92"), ("0.9151", "0.93"), ("0.9150", "0.92"), ("0.9600", "0.97"), ("0.9660", None)],
+)
+def test_the_least_fraction_leaves_something_to_the_cache(least: str, option: str | None):
+    text = (
+        "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.88. Raise "
+        f"--mem-fraction-static above 0.999 (minimum viable = 1 - available/pre = {least})."
+    )
+    found = [command.split()[-1] for command in commands(text) if "--mem-fraction-static" in command]
+    assert found == ([option] if option else [])
+
+
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [
+        ("Current value: self.server_args.mem_fraction_static=0.8", "0.9"),
+        ("Current value: mem_fraction_static=0.9", "0.95"),
+        ("Current value: mem_fraction_static=0.96", None),
+        ("", "0.95"),
+    ],
+)
+def test_half_way_to_all_of_the_gpu(said: str, option: str | None):
+    text = f"RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. {said}"
+    found = [command.split()[-1] for command in commands(text) if "--mem-fraction-static" in command]
+    assert found == ([option] if option else [])
+
+
+def test_the_line_on_loaded_weights_gives_the_least_fraction():
+    text = (
+        "Load weight end. type=Llama, dtype=torch.bfloat16, avail mem=10.00 GB, mem usage=70.00 GB.\n"
+        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. mem_fraction_static=0.8"
+    )
+    assert diagnosis(text).engine.least_fraction == 0.875
+    assert commands(text)[0].endswith("--mem-fraction-static 0.88")
+
+
+@pytest.mark.parametrize(
+    ("hint", "option"),
+    [("--cuda-graph-max-bs", "--cuda-graph-max-bs 16"), ("--cuda-graph-max-bs-decode", "-decode 16")],
+)
+def test_the_option_for_graphs_is_that_of_the_message(hint: str, option: str):
+    frames = frames_of("init_device_graphs", "capture", package="sglang/srt/model_executor")
+    text = (
+        torch_error(frames)
+        + f"\nException: Capture cuda graph failed: CUDA out of memory.\n2. set {hint} to a smaller value"
+    )
+    found = commands(text)
+    assert found[0].endswith("--mem-fraction-static 0.84") and found[1].endswith(option)
+
+
+@pytest.mark.parametrize(("ranks", "option"), [("", "25"), ("tp_size=4\n", "6")])
+def test_a_host_pool_for_each_rank(ranks: str, option: str):
+    text = ranks + "Not enough host memory available. Requesting 100.00 GB but only have 25.40 GB free. Please reduce"
+    found = diagnosis(text)
+    assert (found.figures.free.num_bytes, found.engine.missing.num_bytes) == (25_400_000_000, 74_600_000_000)
+    assert found.steps[0].command.endswith(f"--hicache-size {option}")
+
+
+@pytest.mark.parametrize(("length", "is_offered"), [(4000, True), (4001, False)])
+def test_half_the_bytes_of_a_pool_are_offered_where_they_fit(length: int, is_offered: bool):
+    text = f"Input length ({length} tokens) exceeds the maximum allowed length (2000 tokens). Use a shorter input"
+    assert has("--kv-cache-dtype", text) == is_offered
+
+
+def test_a_full_pool_needs_fewer_requests():
+    text = "RuntimeError: Decode out of memory. Try to lower your batch size.\nTry to allocate 48 tokens."
+    found = diagnosis(text)
+    assert (found.source, found.engine.batch) == ("SGLang", 48)
+    assert "--max-running-requests" in found.steps[0].command
+
+
+# -- TGI and TensorRT-LLM ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocks", "option"),
+    [("", "16384"), ("KV-cache blocks: 1500, size: 16\n", "24000"), ("KV-cache blocks: 3000, size: 16\n", "16384")],
+)
+def test_the_tokens_that_tgi_s_cache_holds(blocks: str, option: str):
+    text = blocks + "Error: NotEnoughMemory: Not enough memory to handle `max_total_tokens=32768`"
+    assert commands(text)[0].endswith(f"--max-total-tokens {option}")
+
+
+@pytest.mark.parametrize(
+    ("component", "cause", "option"),
+    [
+        ("Model", "weights", "--tp_size 2"),
+        ("Draft model for speculative decoding", "weights", "--tp_size 2"),
+        ("Model resources created during usage", "engine-batch", "--max_num_tokens 4096"),
+        ("Sampler", "engine-batch", "--max_num_tokens 4096"),
+        ("Initial KV Cache (temporary for KV cache size estimation)", "engine-batch", "--max_num_tokens 4096"),
+        ("KV cache", "kv-cache", "--kv_cache_free_gpu_memory_fraction 0.8"),
+    ],
+)
+def test_the_component_decides(component: str, cause: str, option: str):
+    text = (
+        "Executor creation failed due to insufficient GPU memory.\n\nThe following component could not be created: "
+        f"{component}\nTotal GPU memory (GiB): 140.06\nFree GPU memory before component creation attempt (GiB): 139.00"
+    )
+    found = diagnosis(text)
+    assert (found.cause, found.figures.free.text) == (cause, "139.00 GiB")
+    assert option in found.steps[0].command
+
+
+# -- llama.cpp and Ollama ----------------------------------------------------------------------------------------------
+
+FREE = "llama_model_load_from_file_impl: using device CUDA0 (NVIDIA A100) - 40000 MiB free\n"
+MODEL = "load_tensors: offloaded 61/61 layers to GPU\nload_tensors:        CUDA0 model buffer size = 20000.00 MiB\n"
+
+
+def cuda_error(size: str, after: str) -> str:
+    return f"ggml_cuda: allocating {size} MiB on device 0: cudaMalloc failed: out of memory\n{after}\n"
+
+
+def test_the_context_whose_cache_fits_what_the_weights_leave():
+    text = (
+        FREE
+        + MODEL
+        + "llama_context: n_ctx         = 65536\n"
+        + cuda_error("40000.00", "failed to allocate buffer for kv cache")
+    )
+    found = commands(text)
+    assert found[0].endswith("--ctx-size 32768")  # 20,000 of 40,000 MiB are free
+    assert not has("--cache-type-k", text)  # 21,250 MiB in q8_0 are not
+
+
+def test_q8_0_is_offered_where_it_fits():
+    text = FREE + MODEL + cuda_error("37000.00", "failed to allocate buffer for kv cache")
+    assert has("--cache-type-k q8_0", text)
+
+
+def test_the_layers_that_have_room():
+    text = (
+        FREE
+        + "load_tensors: offloaded 80/81 layers to GPU\n"
+        + cuda_error("60000.00", "error loading model: unable to allocate CUDA0 buffer")
+    )
+    assert diagnosis(text).cause == "weights"
+    assert commands(text)[0].endswith("--n-gpu-layers 53")
+
+
+@pytest.mark.parametrize(
+    ("after", "cause"),
+    [
+        ("ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 1", "engine-batch"),
+        (
+            "alloc_tensor_range: failed to allocate CUDA0 buffer of size 1\nllama_model_load: error loading model: x",
+            "weights",
+        ),
+        (
+            "alloc_tensor_range: failed to allocate CUDA0 buffer of size 1\nfailed to allocate buffer for kv cache",
+            "kv-cache",
+        ),
+        ("", "device-memory"),
+    ],
+)
+def test_the_lines_after_a_failed_buffer_say_what_it_was_for(after: str, cause: str):
+    assert diagnosis(cuda_error("512.00", after)).cause == cause
+
+
+def test_the_line_on_a_model_that_does_not_load_is_enough():
+    found = diagnosis(
+        "Error: llama runner process has terminated: error loading model: unable to allocate CUDA0 buffer"
+    )
+    assert (found.source, found.cause) == ("ggml in Ollama", "weights")
+    assert found.steps[0].command == "/set parameter num_gpu 20"
+
+
+def test_layers_of_ollama_that_go_to_the_cpu():
+    after = "ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 1\npanic: unable to create llama context"
+    text = "level=INFO source=server.go:104 msg=offload\nollama serve\n" + cuda_error("5030.00", after)
+    assert [part.split()[0].split("=")[0] for part in commands(text)] == [
+        "OLLAMA_CONTEXT_LENGTH",
+        "OLLAMA_GPU_OVERHEAD",
+        "/set",
+        "ollama",
+    ]
+    assert "OLLAMA_GPU_OVERHEAD=5368709120 ollama serve" in commands(text)
+
+
+def test_a_buffer_of_another_backend():
+    found = diagnosis("0.1 E alloc_tensor_range: failed to allocate Vulkan0 buffer of size 1632174080")
+    assert (found.source, found.figures.tried.num_bytes) == ("ggml in llama.cpp", 1632174080)
+    assert diagnosis("alloc_tensor_range: failed to allocate CPU buffer of size 37748736000").cause == "host-memory"
+
+
+@pytest.mark.parametrize(("needed", "available", "first"), [("9.0", "6.0", "ollama stop MODEL"), ("9.0", "4.4", "")])
+def test_other_models_are_unloaded_where_that_can_be_enough(needed: str, available: str, first: str):
+    text = f"Error: model requires more system memory ({needed} GiB) than is available ({available} GiB)"
+    assert commands(text)[0] == first
+
+
+# -- XLA ---------------------------------------------------------------------------------------------------------------
+
+EXHAUSTED = "XlaRuntimeError: RESOURCE_EXHAUSTED: "
+HBM = EXHAUSTED + "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+
+
+@pytest.mark.parametrize(
+    ("text", "program", "needed", "available", "words"),
+    [
+        (HBM + "Used 35.56G of 31.25G hbm.",
+         "JAX", "35.56 GiB", "31.25 GiB", "88%"),
+        (EXHAUSTED + "TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, "
+         "exceeding available bytes: 95.74G",
+         "JAX", "208.92 GiB", "95.74 GiB", "46%"),
+        (EXHAUSTED + "Out of memory while trying to allocate 629145600 bytes.",
+         "JAX", "629145600 bytes", None, "three quarters"),
+        (EXHAUSTED + "Out of memory allocating 2147483648 bytes.", "JAX", "2147483648 bytes", None, "three quarters"),
+        ("import torch_xla\n" + EXHAUSTED +
+         "Attempting to allocate 1.50G. That was not possible. There are 1.27G free.",
+         "torch_xla", "1.50 GiB", "1.27 GiB", "each step"),
+        ("tensorflow.errors.ResourceExhaustedError: OOM when allocating tensor with shape[64,1024] and type float on "
+         "/job:localhost/device:GPU:0 by allocator GPU_0_bfc", "TensorFlow", "256.00 KiB", None, "as it is needed"),
+    ],
+)  # fmt: skip
+def test_xla_and_who_uses_it(text: str, program: str, needed: str, available: str | None, words: str):
+    found = diagnosis(text)
+    size = found.figures.total or found.figures.free
+    assert found.source.endswith(f"in {program}")
+    assert (found.figures.tried.text, size and size.text) == (needed, available)
+    assert any(words in step.what for step in found.steps)

@@ -1,0 +1,175 @@
+"""What is suggested to programs that need much memory for different reasons, and that it does what it says: the figure
+beside each suggestion is compared with a run of the program with this change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import memprof
+import memprof.findings.rules
+from memprof.allocator import GpuMemory, replay_on_gpu
+from memprof.findings import Context, Suggestion
+from memprof.findings.suggestions import suggest
+from memprof.ledger.ledger import build_ledger
+from memprof.trace.events import Trace
+from memprof.units import GIB
+from tests.unit.findings import programs
+
+TOLERANCE = 0.15  # of what the changed program needs
+
+Program = Callable[[], None]
+
+
+def record(program: Program) -> Trace:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        program()
+    return gpu.trace
+
+
+def context(trace: Trace, usable_gib: float) -> Context:
+    usable_bytes = int(usable_gib * GIB)
+    return Context(build_ledger(trace, replay_on_gpu(trace, GpuMemory(usable_bytes, 0))), usable_bytes)
+
+
+def label(suggestion: Suggestion) -> str:
+    """A fix, or the first words of what is to be changed in the program."""
+    return suggestion.fix or " ".join(suggestion.text.split()[:3])
+
+
+fused = partial(torch.optim.AdamW, fused=True)
+
+# A program; GiB that are too few; all that is suggested then, best first; some of it, done.
+CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
+    "convolutions": (
+        programs.convnet,
+        5,
+        ["activation-checkpointing", "amp-bfloat16", "gradients of batches"],
+        {
+            "activation-checkpointing": partial(programs.convnet, "activation-checkpointing"),
+            "amp-bfloat16": partial(programs.convnet, "amp-bfloat16"),
+            "gradients of batches": partial(programs.convnet, parts=2),
+        },
+    ),
+    "words": (
+        programs.language_model,
+        10,
+        ["chunked-loss", "micro-batch=16"],
+        {
+            "chunked-loss": partial(programs.language_model, "chunked-loss"),
+            "micro-batch=16": partial(programs.language_model, parts=2),
+        },
+    ),
+    "words, with a loss of the program's own": (
+        partial(programs.language_model, outside=True),
+        10,
+        ["the loss of", "micro-batch=16"],
+        {},
+    ),
+    "scores": (
+        partial(programs.language_model, eager=True, rows=8, layers=24),
+        12,
+        ["scaled_dot_product_attention instead of", "chunked-loss"],
+        {
+            "scaled_dot_product_attention instead of": partial(programs.language_model, rows=8, layers=24),
+            "chunked-loss": partial(programs.language_model, "chunked-loss", eager=True, rows=8, layers=24),
+        },
+    ),
+    "noise": (
+        programs.unet,
+        7,
+        ["activation-checkpointing", "micro-batch=32"],
+        {
+            "activation-checkpointing": partial(programs.unet, "activation-checkpointing"),
+            "micro-batch=32": partial(programs.unet, parts=2),
+        },
+    ),
+    "rows": (
+        programs.perceptron,
+        32,
+        ["amp-bfloat16", "micro-batch=500000"],
+        {
+            "amp-bfloat16": partial(programs.perceptron, "amp-bfloat16"),
+            "micro-batch=500000": partial(programs.perceptron, parts=2),
+        },
+    ),
+    "state": (
+        programs.wide_layers,
+        13,
+        ["fused-optimizer", "8-bit-optimizer", "cpu-offload-optimizer"],
+        {"fused-optimizer": partial(programs.wide_layers, fused)},
+    ),
+    "state of more than the GPU can ever hold": (
+        programs.wide_layers,
+        5,
+        ["cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
+        {"bfloat16": partial(programs.wide_layers, dtype="bfloat16")},
+    ),
+    "a table": (
+        programs.table_of_items,
+        15,
+        ["8-bit-optimizer", "cpu-offload-optimizer", "bfloat16"],
+        {},
+    ),
+    "points": (
+        programs.point_cloud,
+        31,
+        ["1024 of the"],
+        {"1024 of the": partial(programs.point_cloud, 1024)},
+    ),
+    "pairs of a batch": (
+        programs.contrastive,
+        15,
+        ["8192 of the"],
+        {"8192 of the": partial(programs.contrastive, 8192)},
+    ),
+    "a kernel": (
+        programs.kernel_matrix,
+        20,
+        ["6667 of the"],
+        {"6667 of the": partial(programs.kernel_matrix, 6667)},
+    ),
+    "gradients of samples": (
+        programs.gradients_of_samples,
+        10,
+        ["chunk_size=512, for 4096", "amp-bfloat16"],
+        {"chunk_size=512, for 4096": partial(programs.gradients_of_samples, 512)},
+    ),
+    "a Jacobian": (
+        programs.jacobian,
+        39,
+        ["chunk_size=500, for 2000"],
+        {"chunk_size=500, for 2000": partial(programs.jacobian, 500)},
+    ),
+    "a Jacobian of forward mode": (
+        programs.forward_jacobian,
+        8,
+        ["chunk_size=750, for 1500"],
+        {"chunk_size=750, for 1500": partial(programs.forward_jacobian, 750)},
+    ),
+    "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
+}
+
+
+@functools.cache
+def suggestions_for(name: str) -> tuple[Suggestion, ...]:
+    program, usable_gib, _, _ = CASES[name]
+    return suggest(context(record(program), usable_gib))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_suggested(name: str) -> None:
+    found = suggestions_for(name)
+    assert [label(one) for one in found if one.fix != "expandable-segments"] == CASES[name][2]
+    assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name in CASES for change in CASES[name][3]])
+def test_it_does_what_it_says(name: str, change: str) -> None:
+    (suggestion,) = [one for one in suggestions_for(name) if label(one) == change]
+    needed = replay_on_gpu(record(CASES[name][3][change]), None).required_reserved_bytes
+    assert suggestion.required_bytes == pytest.approx(needed, rel=TOLERANCE)

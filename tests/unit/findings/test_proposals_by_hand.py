@@ -1,0 +1,309 @@
+"""Rules for proposals on hand-written traces: when they must be silent, and what they replay."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Context
+from memprof.findings.proposals import (
+    autocast,
+    checkpointing,
+    chunked_loss,
+    micro_batch,
+    optimizer,
+    pairs,
+    sparse,
+    vmap,
+)
+from memprof.findings.suggestions import Proposal
+from memprof.spec import TargetSpec
+from memprof.trace.events import Event, EventKind, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.units import GIB, MIB
+from tests.unit.traces import TraceBuilder
+
+ALLOC, FREE = EventKind.ALLOC, EventKind.FREE
+
+
+def only(proposals: object) -> Proposal:
+    (proposal,) = proposals
+    return proposal
+
+
+# -- chunked loss -----------------------------------------------------------------------------------------------------
+
+
+def losses(width: int, *, tokens: bool) -> Context:
+    """A cross-entropy over `width` classes, in a model with a table of as many words or without."""
+    b = TraceBuilder()
+    b.parameter("embed.weight" if tokens else "head.weight", width, 512)
+    if tokens:
+        b.inputs(1, 8192)
+    else:
+        b.phase(PhaseKind.FORWARD)
+    b.new(8192, width, op="aten._log_softmax")
+    b.phase(PhaseKind.BACKWARD)
+    b.new(8192, width, op="aten._log_softmax_backward_data")
+    return b.context(spec=TargetSpec(model="x")) if tokens else b.context()
+
+
+def test_a_loss_over_words_is_chunked_and_one_over_classes_is_not() -> None:
+    changed = only(chunked_loss.propose(losses(50304, tokens=True))).trace
+    # The two copies of 1.54 GiB are one chunk together.
+    assert sum(storage.num_bytes for storage in changed.storages[2:]) == pytest.approx(GIB, rel=0.001)
+    assert not list(chunked_loss.propose(losses(50304, tokens=False)))
+
+
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def batch(*shapes: tuple[int, ...], inputs: tuple[int, ...] = (64, 100), op: str = "aten.mm") -> Context:
+    """A forward with a result of each of `shapes`, for inputs of the shape `inputs`."""
+    b = TraceBuilder()
+    b.parameter("weight", 256, 100)
+    b.phase(PhaseKind.FORWARD)
+    b.new(*inputs, owner=(Role.INPUT, ""))
+    for shape in shapes:
+        b.new(*shape, op=op)
+    return b.context()
+
+
+def test_rows_of_the_batch_are_halved() -> None:
+    proposal = only(micro_batch.propose(batch((64, 256), (64 * 12, 7, 7), (9, 64, 5), (10, 256))))
+    assert proposal.value == 32
+    # The inputs stay; so does what has no factor of 64.
+    assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [
+        64 * 100, 32 * 256, 32 * 12 * 49, 9 * 32 * 5, 10 * 256,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(batch((2560, 2560), inputs=(50, 100)), id="pairs of other things than samples"),
+        pytest.param(batch((640, 640), (64, 256)), id="pairs of samples"),
+        pytest.param(batch((64, 64, 8), (64, 256)), id="pairs of samples with features"),
+        pytest.param(batch((65, 256)), id="nothing with the batch as a factor"),
+        pytest.param(batch((64, 256), inputs=(1, 100)), id="one sample"),
+    ],
+)
+def test_no_smaller_batches(context: Context) -> None:
+    assert not list(micro_batch.propose(context))
+
+
+def test_inputs_of_two_lengths_are_no_batch() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for rows in (64, 32):
+        b.new(rows, 100, owner=(Role.INPUT, ""))
+        b.new(rows, 256)
+    assert micro_batch.find_batch_size(b.context()) is None
+    assert micro_batch.find_batch_size(b.context(spec=TargetSpec(model="x", batch_size=8))) == 8
+
+
+def test_batch_normalization_is_told() -> None:
+    proposal = only(micro_batch.propose(batch((64, 256), op="aten.cudnn_batch_norm")))
+    assert proposal.value is None and proposal.change.startswith("gradients of batches of 32")
+
+
+def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:
+    b = TraceBuilder(None)
+    b.phase(PhaseKind.FORWARD)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    b.new(64, 256)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(256, 100, owner=(Role.GRADIENT, "weight"))
+    events = only(micro_batch.propose(b.context())).trace.events
+    assert events[0] == Event(ALLOC, gradient) and events.count(Event(ALLOC, gradient)) == 1
+
+
+# -- checkpointing ----------------------------------------------------------------------------------------------------
+
+
+def layers(*, backward: bool) -> TraceBuilder:
+    """Two layers, each with a temporary of 1 MiB, 4 MiB that are saved and a result of 2 MiB."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    saved, calls = [], []
+    for layer in range(2):
+        b.enter(f"layers.{layer}", "Layer", ModuleRole.LAYER)
+        calls.append(len(b.trace.events))
+        b.free(b.alloc(MIB))
+        saved += [b.alloc(4 * MIB), b.alloc(2 * MIB)]
+        b.leave()
+    if backward:
+        b.phase(PhaseKind.BACKWARD)
+        for layer in (1, 0):
+            b.alloc(MIB, forward_event=calls[layer])
+            b.free(*saved[2 * layer : 2 * layer + 2])
+    return b
+
+
+def test_layers_run_again_when_their_backward_begins() -> None:
+    b = layers(backward=True)
+    events = only(checkpointing.propose(b.context())).trace.events
+    refs = [(event.kind, event.ref) for event in events if event.kind in (ALLOC, FREE)]
+    assert refs == [
+        (ALLOC, 0), (FREE, 0), (ALLOC, 1), (ALLOC, 2), (FREE, 1),
+        (ALLOC, 3), (FREE, 3), (ALLOC, 4), (ALLOC, 5), (FREE, 4),
+        (ALLOC, 3), (FREE, 3), (ALLOC, 4), (ALLOC, 6), (FREE, 4), (FREE, 5),
+        (ALLOC, 0), (FREE, 0), (ALLOC, 1), (ALLOC, 7), (FREE, 1), (FREE, 2),
+    ]  # fmt: skip
+
+
+def test_of_a_run_that_ended_before_its_backward_what_layers_left_is_freed() -> None:
+    events = only(checkpointing.propose(layers(backward=False).context())).trace.events
+    assert [event.ref for event in events if event.kind is FREE] == [0, 1, 3, 4]
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(4 * MIB)
+    assert not list(checkpointing.propose(b.context()))  # there are no layers
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+def test_products_and_what_follows_from_them_alone_are_halved() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 256, 100)
+    b.phase(PhaseKind.FORWARD)
+    b.enter("net")
+    stream = b.new(64, 256, op="aten.native_layer_norm")
+    product = b.new(64, 512, op="aten.addmm")
+    follows = b.new(64, 512, op="aten.gelu")
+    back = b.new(64, 256, op="aten.mm")
+    added = b.new(64, 256, op="aten.add")  # to the stream, which is in float32
+    scores = b.new(64, 512, op="aten._softmax")
+    b.leave()
+    sizes = [storage.num_bytes for storage in only(autocast.propose(b.context())).trace.storages]
+    assert sizes[0] == 6 * 256 * 100  # the weight, and its copy
+    halved = {index for index in (stream, product, follows, back, added, scores)
+              if sizes[index] < b.trace.storages[index].num_bytes}  # fmt: skip
+    assert halved == {product, follows, back}
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def step(*names: str, ends: bool = False) -> Context:
+    """An optimizer's step with a temporary of 4 MiB; or one that `ends` while it makes the last of its state."""
+    b = TraceBuilder()
+    b.parameter("weight", 1024, 1024)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    for position, name in enumerate(names):
+        is_known = not ends or position < len(names) - 1
+        b.new(1024, 1024, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, name) if is_known else None)
+    if not ends:
+        b.new(1024, 1024, op="aten._foreach_sqrt")
+    return b.context()
+
+
+def test_state_in_8_bits_has_a_scale_for_256_elements() -> None:
+    changed = only(optimizer.propose_8_bit(step("exp_avg", "exp_avg_sq"))).trace
+    assert [storage.num_bytes for storage in changed.storages] == [4 * MIB, *[MIB + 4 * 4096] * 2, 0]
+    assert not list(optimizer.propose_8_bit(step("momentum_buffer")))
+
+
+def test_what_an_optimizer_makes_as_memory_runs_out_is_its_state() -> None:
+    context = step("exp_avg", "exp_avg_sq", "max_exp_avg_sq", ends=True)
+    assert [one.num_bytes for one in only(optimizer.propose_on_host(context)).trace.storages] == [4 * MIB, 0, 0, 0]
+    assert not list(optimizer.propose_fused(context))  # there are no temporaries
+
+
+def test_a_fused_step_has_no_temporaries() -> None:
+    for names in (("exp_avg", "exp_avg_sq"), ("momentum_buffer",)):
+        sizes = [one.num_bytes for one in only(optimizer.propose_fused(step(*names))).trace.storages]
+        assert sizes == [*[4 * MIB] * (1 + len(names)), 0]
+    assert not list(optimizer.propose_fused(step("exp_inf")))  # an optimizer without such a kernel
+
+
+# -- all pairs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "op", "is_told"),
+    [
+        (((4096, 8), (4096, 4096, 8)), "aten.sub", True),
+        (((4096, 8), (4096, 4096)), "aten.mm", True),
+        (((4096, 8), (4096, 64, 64)), "aten.stack", True),
+        (((4096, 8), (4096, 8)), "aten.stack", False),
+        (((4096, 512), (4096, 512)), "aten.add", False),  # as large as its operand
+        (((4096, 512), (4096, 2048)), "aten.mm", False),  # of a wider layer
+        (((4096, 8), (4096, 4096, 8)), "aten.convolution", False),
+    ],
+)
+def test_pairs_are_larger_than_what_they_are_made_of(
+    shapes: tuple[tuple[int, ...], ...], op: str, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*shapes[0], op="aten.randn")
+    b.new(*shapes[1], op=op, line="loss.py:3 loss")
+    found = list(pairs.propose(b.context()))
+    assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
+
+
+def test_a_square_of_weights_is_no_pairs() -> None:
+    b = TraceBuilder()
+    b.parameter("nodes", 4096, 8)
+    b.phase(PhaseKind.FORWARD)
+    b.new(4096, 4096)
+    assert not list(pairs.propose(b.context()))
+
+
+def test_chunks_of_pairs_have_a_gibibyte() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(32768, 8, op="aten.randn")
+    b.new(32768, 32768, op="aten.sub")
+    b.new(32768, 32768, op="aten.pow")
+    b.new(32768, op="aten.sum")
+    sizes = [storage.num_bytes for storage in only(pairs.propose(b.context())).trace.storages]
+    assert sizes == [MIB, GIB, GIB, 4 * 32768]
+
+
+# -- torch.func -------------------------------------------------------------------------------------------------------
+
+
+def vmapped(*, ended: bool) -> Context:
+    """100 gradients of a parameter, each with 10 MiB for what it is computed from."""
+    b = TraceBuilder()
+    b.parameter("weight", 256, 1024)
+    begin = len(b.trace.events)
+    inner = b.alloc(1000 * MIB)
+    b.trace.storages[inner] = b.trace.storages[inner]._replace(shape=(100, 10 * MIB))
+    b.new(100, 256, 1024, line="model.py:2 loss")
+    if ended:
+        b.free(inner)
+    b.trace.ended_out_of_memory = not ended
+    b.trace.sources.append("train.py:7 main")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 100, "vmap", len(b.trace.sources) - 1))
+    return b.context(900 * MIB if ended else 1050 * MIB)
+
+
+@pytest.mark.parametrize(("ended", "rows"), [(True, 50), (False, 25)])
+def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
+    """Of a call that has ended without memory, what has the shape of a gradient is the result."""
+    context = vmapped(ended=ended)
+    proposal = only(vmap.propose(context))
+    assert proposal.change == f"chunk_size={rows}, for 100 rows, of torch.func.vmap at train.py:7"
+    sizes = [storage.num_bytes for storage in proposal.trace.storages]
+    assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
+
+
+def test_pairs_in_such_a_call_are_not_its_own() -> None:
+    b = TraceBuilder(PhaseKind.OTHER)
+    b.new(1024, 8, op="aten.randn")
+    begin = len(b.trace.events)
+    b.new(1024, 1024, 8, op="aten.sub")
+    assert list(pairs.propose(b.context()))
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 0))
+    assert not list(pairs.propose(b.context()))
+
+
+# -- sparse products --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(2, 5000, dtype="int64", op="aten.randint")
+    b.new(4096, 16, op="aten._sparse_addmm" if is_sparse else "aten.mm")
+    b.phase(PhaseKind.BACKWARD)
+    b.new(4096, 4096)
+    found = list(sparse.propose(b.context()))
+    assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)

@@ -1,0 +1,177 @@
+"""A suggestion is not in force, goes with what is, suits the run's mode, and saves enough of what the run needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memprof.findings.proposals
+from memprof.findings import Context, Suggestion, rules
+from memprof.findings.suggestions import PROPOSAL_RULES, Proposal, proposes, suggest, suggest_against
+from memprof.ledger.what_if import resize
+from memprof.spec import Mode, TargetSpec
+from memprof.trace.events import ModuleRole, PhaseKind
+from memprof.units import MIB
+from tests.unit.findings.test_rules import head_and_loss, of, training
+from tests.unit.traces import TraceBuilder
+
+LOGITS = ("chunked-loss", "micro-batch")
+
+
+def large_logits() -> TraceBuilder:
+    b = training(8192, 50000)
+    head_and_loss(b, 8192, 50000)
+    return b
+
+
+def recommended(identifier: str, b: TraceBuilder | None = None, **known: object) -> tuple[str, ...]:
+    (finding,) = of((b or large_logits()).context(4000 * MIB, vocab_size=50000, **known), identifier)
+    return finding.fixes
+
+
+SPEC = TargetSpec(model="x", batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("known", "left_out"),
+    [
+        ({"spec": SPEC}, ()),
+        ({}, LOGITS),  # a loss of the program's own; no input of a model says how many samples there are
+        ({"spec": TargetSpec(model="x")}, ("micro-batch",)),  # there is one sequence
+        ({"spec": SPEC.edit(fixes=("chunked-loss=64",))}, ("chunked-loss",)),
+        ({"spec": SPEC, "fixes": ("chunked-loss",)}, ("chunked-loss",)),  # of `memprof run --fix`
+        ({"spec": SPEC, "fixes": ("chunked-loss=64", "expandable-segments")}, ("chunked-loss",)),
+        ({"spec": SPEC, "fixes": ("of-another-release",)}, ()),
+        ({"spec": SPEC, "fixes": ("optimizer-in-backward",)}, ("micro-batch",)),  # they do not go together
+        ({"spec": SPEC.edit(mode=Mode.INFERENCE)}, ("chunked-loss",)),
+    ],
+)
+def test_logits(known: dict[str, object], left_out: tuple[str, ...]) -> None:
+    wanted = tuple(name for name in LOGITS if name not in left_out)
+    assert recommended("logits-explosion", **known) == wanted
+    assert recommended("does-not-fit", **known)[: len(wanted)] == wanted
+
+
+def test_checkpointing_that_is_on() -> None:
+    def asked(**changes: object) -> tuple[str, ...]:
+        b = training(4096, 1000, layers=0)
+        for layer in range(4):
+            b.enter(f"layers.{layer}", "Layer", ModuleRole.LAYER)
+            b.new(2, 4096, 512)
+            b.new(2, 4096, 64)
+            b.leave()
+        b.phase(PhaseKind.BACKWARD)
+        (finding,) = of(b.context(50 * MIB, spec=SPEC.edit(**changes)), "does-not-fit")
+        return finding.fixes
+
+    assert asked() == ("activation-checkpointing", "micro-batch")
+    assert asked(activation_checkpointing=True) == ("micro-batch",)
+    assert asked(fixes=("activation-checkpointing",)) == ("micro-batch",)
+    assert asked(fixes=("cpu-offload-weights",)) == ("micro-batch",)  # it runs layers again itself
+
+
+# -- proposals, by hand ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Without memprof's own rules."""
+    rules.import_rules()
+    own = dict(PROPOSAL_RULES)
+    PROPOSAL_RULES.clear()
+    yield
+    PROPOSAL_RULES.clear()
+    PROPOSAL_RULES.update(own)
+
+
+def shrink(order: int, index: int, num_bytes: int, **options: object) -> None:
+    """A rule that proposes another size of a storage."""
+
+    @proposes(order, **options)
+    def propose(context: Context) -> Iterator[Proposal]:
+        change = f"number {order}" if "fix" not in options else ""
+        yield Proposal(resize(context.ledger.trace, {index: num_bytes}), change)
+
+
+def two_tensors(first_mib: int = 600, second_mib: int = 400) -> TraceBuilder:
+    b = TraceBuilder()
+    for mib in (first_mib, second_mib):
+        b.alloc(mib * MIB)
+    return b
+
+
+def texts(found: tuple[Suggestion, ...]) -> list[str]:
+    return [one.text.partition(":")[0] for one in found]
+
+
+def test_what_fits_is_first_then_what_saves_most(alone: None) -> None:
+    for order, mib in ((1, 500), (2, 100), (3, 200), (4, 0)):
+        shrink(order, 0, mib * MIB)
+    found = suggest(two_tensors().context(700 * MIB))
+    assert texts(found) == ["number 2", "number 3", "number 4"]  # three at most: the first saves least
+    assert [one.fits for one in found] == [True] * 3
+    assert [one.required_bytes for one in found] == [500 * MIB, 600 * MIB, 400 * MIB]
+    assert [one.num_bytes for one in found] == [500 * MIB, 400 * MIB, 600 * MIB]
+    found = suggest(two_tensors().context(550 * MIB))
+    assert texts(found) == ["number 2", "number 4", "number 3"] and not found[2].fits
+
+
+@pytest.mark.parametrize(("mib", "is_told"), [(552, False), (550, True)])
+def test_it_saves_a_twentieth_of_the_need(alone: None, mib: int, is_told: bool) -> None:
+    shrink(1, 0, mib * MIB)
+    assert bool(suggest(two_tensors().context(560 * MIB))) == bool(suggest(two_tensors().context())) == is_told
+
+
+def test_less_is_enough_if_the_run_fits_then(alone: None) -> None:
+    shrink(1, 0, 598 * MIB)
+    (found,) = suggest(two_tensors().context(999 * MIB))
+    assert found.fits and found.text == "number 1: needs 998.00 MiB instead of 1,000.00 MiB, and fits"
+    assert not suggest(two_tensors().context(1001 * MIB))
+
+
+def test_nothing_that_frees_others_helps_a_tensor_larger_than_the_gpu(alone: None) -> None:
+    shrink(1, 1, 0)
+    shrink(2, 0, 300 * MIB)
+    assert texts(suggest(two_tensors().context(500 * MIB))) == ["number 2"]  # the first does not fit
+    assert texts(suggest(two_tensors(400, 600).context(500 * MIB))) == ["number 1"]
+
+
+def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
+    shrink(1, 0, 0)
+    shrink(2, 0, 500 * MIB)
+    b = two_tensors()
+    b.trace.ended_out_of_memory = True
+    first, second = suggest(b.context(700 * MIB))
+    assert first.text.endswith("400.00 MiB instead of 1,000.00 MiB until this allocation, which is then served")
+    assert second.text.endswith("900.00 MiB instead of 1,000.00 MiB until this allocation, which still fails")
+
+
+def test_a_finding_shows_its_own(alone: None) -> None:
+    shrink(1, 0, 0, fix="fused-optimizer", findings=("toy",))
+    shrink(2, 0, 0)
+    (found,) = suggest_against(two_tensors().context(), "toy")
+    assert (found.fix, found.fits) == ("fused-optimizer", None)
+    b = two_tensors()
+    b.trace.updates_parameters_manually = True  # there is no optimizer to replace
+    assert not suggest_against(b.context(), "toy")
+
+
+def test_a_new_file_is_a_new_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "from memprof.findings.suggestions import Proposal, proposes\nfrom memprof.ledger.what_if import resize\n\n"
+        "@proposes(1)\ndef propose(context):\n    yield Proposal(resize(context.ledger.trace, {0: 0}), 'toy')\n"
+    )
+    (tmp_path / "toy.py").write_text(text)
+    package = memprof.findings.proposals
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    try:
+        rules.import_rules()
+        assert texts(suggest(two_tensors().context(700 * MIB)))[0] == "toy"
+        with pytest.raises(ValueError, match="has place 1"):
+            proposes(1)(lambda context: iter(()))
+    finally:
+        PROPOSAL_RULES.pop(1, None)
+        sys.modules.pop("memprof.findings.proposals.toy", None)
