@@ -36,7 +36,7 @@ def read_size(number: str, unit: str, *, decimal: bool = False) -> PrintedSize:
     exponent = value.as_tuple().exponent
     half_digit = Decimal(5) * Decimal(10) ** ((exponent if isinstance(exponent, int) else 0) - 1)
     low, high = (value - half_digit) * factor, (value + half_digit) * factor
-    return PrintedSize(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
+    return PrintedSize(f"{number} {unit}", int(value * factor), max(0, math.ceil(low)), math.floor(high))
 
 
 def _find_size(pattern: str, message: str) -> PrintedSize | None:

@@ -7,10 +7,9 @@ import shlex
 
 import pytest
 
-from memprof.findings import Finding, Severity
 from memprof.flows.saved_files import load_json
 from memprof.report.terminal.console import to_text
-from memprof.report.terminal.next_step import choose_next_step, render_next_step
+from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.report import render
 from memprof.spec import TargetSpec
 from tests.docs.test_docs import _check
@@ -31,12 +30,6 @@ def saved(name, tmp_path, **changes):
     file = tmp_path / "report.json"
     file.write_text(json.dumps({"memprof_version": "", **json.loads((KEPT / f"{name}.json").read_text())}))
     return dataclasses.replace(load_json(file), **changes)
-
-
-def without_room(run):
-    """`run` as if it did not fit, and a fix that `run --fix` switches on were known to help."""
-    finding = Finding("does-not-fit", Severity.ERROR, "", None, (), ("activation-checkpointing",))
-    return dataclasses.replace(run, verdict=dataclasses.replace(run.verdict, fits=False), findings=(finding,))
 
 
 @pytest.mark.parametrize(
@@ -84,56 +77,6 @@ def test_where_fixes_are_not_enough(tmp_path):
         what, command = choose_next_step(dataclasses.replace(document, target=target))
         assert what.startswith("what would fit this GPU") and command.startswith("memprof recommend --model")
         _check(shlex.split(command)[1:])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"vocab_size": 1000}, {"freeze": "wte*"}, {"evaluate": True}, {"npt": "low-rank"}, {"lora_dropout": 0.1}],
-)
-def test_recommend_is_not_asked_for_a_run_that_it_does_not_know(changes, tmp_path):
-    document = saved("profile-does-not-fit", tmp_path)
-    adapter = {"adapter": "lora"} if "lora_dropout" in changes else {}
-    asked = TargetSpec(model="gpt2", fixes=("chunked-loss",), **changes, **adapter)
-    target = dataclasses.replace(document.target, asked=asked)
-    assert choose_next_step(dataclasses.replace(document, target=target))[1] == "memprof help fixes"
-
-
-def test_after_a_script(tmp_path):
-    run = saved("run", tmp_path)
-    verdict, program = run.verdict, run.program
-    asked = program.asked
-    unknown = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None))
-    assert choose_next_step(unknown)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
-    full = without_room(run)
-    assert choose_next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
-    with_bfloat16 = dataclasses.replace(program, fixes=("bfloat16",), asked=asked.edit(fixes=("bfloat16",)))
-    fixed = dataclasses.replace(full, program=with_bfloat16)
-    assert choose_next_step(fixed)[1] == "memprof help fixes"
-    own = asked.edit(gpu_vram_bytes=6 << 30, worst_batch=True)
-    spaced = dataclasses.replace(
-        run, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2"), asked=own)
-    )
-    assert choose_next_step(spaced)[1] == "memprof run --worst-batch --steps 20 --gpu-vram 6 -m 'my pack' --n 2"
-    for document in (unknown, full, fixed, spaced):
-        _check(shlex.split(choose_next_step(document)[1])[1:])
-
-
-def test_a_run_that_was_timed_out_is_shown_to_its_end(tmp_path):
-    run = saved("run", tmp_path)
-    timed = dataclasses.replace(run.program, ended="timeout", asked=run.program.asked.edit(timeout=1.5))
-    stopped = dataclasses.replace(run, program=timed, verdict=dataclasses.replace(run.verdict, fits=None))
-    assert choose_next_step(stopped)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
-
-
-def test_a_capture_that_does_not_say_how_it_was_run_has_no_command(tmp_path):
-    run = saved("run", tmp_path)
-    early = dataclasses.replace(run, program=dataclasses.replace(run.program, asked=None))
-    assert choose_next_step(early) in (None, ("what each finding means", "memprof help findings"))
-
-
-def test_without_a_command_line_nothing_is_said(tmp_path):
-    document = saved("run", tmp_path, command="virtual_gpu", program=None)
-    assert choose_next_step(document) is None and render_next_step(choose_next_step(document)) == []
 
 
 def printed(text):

@@ -39,16 +39,16 @@ class TraceBuilder:
 
     def phase(self, kind: PhaseKind, step: int = 1, micro_batch: int = 1) -> None:
         self.trace.phases.append(Phase(kind, step, micro_batch))
-        self._event(EventKind.PHASE, len(self.trace.phases) - 1)
+        self.add(EventKind.PHASE, len(self.trace.phases) - 1)
 
     def enter(self, path: str, class_name: str = "Module", role: ModuleRole = ModuleRole.OTHER) -> None:
         """Call a module; a layer's list is what its path says."""
         stack = path.rpartition(".")[0] if role is ModuleRole.LAYER else ""
         self._calls.append(self._index(self.trace.modules, Module(path, class_name, role, stack)))
-        self._event(EventKind.ENTER, self._calls[-1])
+        self.add(EventKind.ENTER, self._calls[-1])
 
     def leave(self) -> None:
-        self._event(EventKind.EXIT, self._calls.pop())
+        self.add(EventKind.EXIT, self._calls.pop())
 
     def new(
         self,
@@ -75,7 +75,7 @@ class TraceBuilder:
         )  # fmt: skip
         if owner is not None:
             trace.owners[index] = Owner(*owner)
-        self._event(EventKind.ALLOC, index)
+        self.add(EventKind.ALLOC, index)
         return index
 
     def alloc(self, num_bytes: int, op: str = "aten.empty", line: str | None = "train.py:1 main", **more: Any) -> int:
@@ -84,7 +84,10 @@ class TraceBuilder:
 
     def free(self, *indices: int) -> None:
         for index in indices:
-            self._event(EventKind.FREE, index)
+            self.add(EventKind.FREE, index)
+
+    def empty_cache(self) -> None:
+        self.add(EventKind.EMPTY_CACHE, 0)
 
     def parameter(self, name: str, *shape: int, dtype: str = "float32") -> int:
         return self.new(*shape, dtype=dtype, op="aten.empty", owner=(Role.PARAMETER, name))
@@ -110,7 +113,8 @@ class TraceBuilder:
     def _module(self) -> int:
         return self._calls[-1] if self._calls else NONE
 
-    def _event(self, kind: EventKind, ref: int) -> None:
+    def add(self, kind: EventKind, ref: int) -> None:
+        """Append an event, of a kind that has no method here too."""
         self.trace.events.append(Event(kind, ref))
 
     @staticmethod

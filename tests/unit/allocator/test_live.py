@@ -14,58 +14,59 @@ from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST
 from tests.lanes import examples
 from tests.unit.allocator.replaying import replay_trace
-from tests.unit.allocator.traces import MIB, Script
+from tests.unit.allocator.traces import MIB
+from tests.unit.traces import TraceBuilder
 
 GPU = GpuMemory(1000 * MIB, 20 * MIB)
 
 
 def test_follows_the_trace():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     assert memory.stats()["reserved_bytes.all.current"] == 0
-    first = script.new(30 * MIB)
-    script.new(700)
+    first = script.alloc(30 * MIB)
+    script.alloc(700)
     assert memory.stats()["reserved_bytes.all.current"] == 32 * MIB
     script.free(first)
     script.empty_cache()
-    script.new(3 * MIB)
+    script.alloc(3 * MIB)
     assert memory.stats() == memory.stats() == replay_trace(script.trace).stats
 
 
 def test_peaks_begin_anew():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
-    script.free(script.new(30 * MIB))
-    script.new(3 * MIB)
+    script.free(script.alloc(30 * MIB))
+    script.alloc(3 * MIB)
     memory.reset_peak()
     stats = memory.stats()
     assert stats["allocated_bytes.all.peak"] == stats["allocated_bytes.large_pool.peak"] == 3 * MIB
     assert stats["reserved_bytes.all.peak"] == 30 * MIB and stats["allocation.all.peak"] == 1
-    script.new(2 * MIB)
+    script.alloc(2 * MIB)
     assert memory.stats()["allocated_bytes.all.peak"] == 5 * MIB
 
 
 def test_accumulated_counters_begin_anew():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
-    kept = script.new(30 * MIB)
-    script.free(script.new(30 * MIB))
+    kept = script.alloc(30 * MIB)
+    script.free(script.alloc(30 * MIB))
     memory.reset_accumulated()
     stats = memory.stats()
     assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] == stats["num_device_alloc"] == 0
     assert stats["allocation.all.current"] == 1
     script.free(kept)
-    script.new(50 * MIB)
+    script.alloc(50 * MIB)
     stats = memory.stats()
     assert (stats["allocation.all.allocated"], stats["allocation.all.freed"]) == (1, 1)
     assert stats["num_device_alloc"] == 1
 
 
 def test_goes_on_beyond_the_gpu():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     for _ in range(3):
-        script.new(500 * MIB)
+        script.alloc(500 * MIB)
     stats = memory.stats()
     assert stats["reserved_bytes.all.current"] == 1500 * MIB and stats["num_ooms"] == 1
 
@@ -73,9 +74,9 @@ def test_goes_on_beyond_the_gpu():
 # -- a GPU that refuses -----------------------------------------------------------------------------------------------
 
 
-def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
+def ask(script: TraceBuilder, memory: LiveAllocator, num_bytes: int) -> int | None:
     """The storage, or None if it was refused: as the recorder does it."""
-    ref = script.new(num_bytes)
+    ref = script.alloc(num_bytes)
     if memory.find_oom_message() is None:
         return ref
     script.trace.refused.append(ref)
@@ -84,10 +85,10 @@ def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
 
 
 def test_what_does_not_fit_is_refused_with_the_words_of_torch():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     assert ask(script, memory, 700 * MIB) is not None
-    script.new(500 * MIB)
+    script.alloc(500 * MIB)
     message = memory.find_oom_message()
     assert message is not None and message.startswith("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has a")
     assert "Including non-PyTorch memory, this process has 720.00 MiB memory in use." in message
@@ -96,7 +97,7 @@ def test_what_does_not_fit_is_refused_with_the_words_of_torch():
 
 
 def test_what_is_freed_can_be_had_again():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     large = ask(script, memory, 700 * MIB)
     assert ask(script, memory, 500 * MIB) is None
@@ -108,7 +109,7 @@ def test_what_is_freed_can_be_had_again():
 
 
 def test_what_was_refused_is_no_need_and_its_retry_saved_nothing():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     script.free(ask(script, memory, 300 * MIB))
     assert ask(script, memory, 5000 * MIB) is None  # the cache of 300 MiB is released for it, in vain
@@ -121,7 +122,7 @@ def test_what_was_refused_is_no_need_and_its_retry_saved_nothing():
 
 
 def test_a_run_that_ends_at_a_refusal_does_not_fit():
-    script = Script()
+    script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
     ask(script, memory, 700 * MIB)
     assert ask(script, memory, 600 * MIB) is None
@@ -142,7 +143,7 @@ def test_a_run_that_ends_at_a_refusal_does_not_fit():
 def test_refused_exactly_where_the_allocator_refuses(sizes, drop, conf):
     """The bound by which most requests are passed without a replay never hides one."""
     config = parse_config(conf, LATEST, origin="test") if conf else AllocatorConfig()
-    script, live = Script(), []
+    script, live = TraceBuilder(), []
     memory = LiveAllocator(script.trace, GPU, config)
     allocator = CachingAllocator(GPU.total_bytes, config, driver=SimulatedDriver(GPU.total_bytes, 20 * MIB))
     blocks = {}

@@ -7,7 +7,8 @@ import pytest
 from memprof.allocator import GpuMemory, TraceReplay, parse_config, parse_release, replay_on_gpu
 from memprof.errors import MemprofError
 from tests.unit.allocator.replaying import replay_trace
-from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
+from tests.unit.allocator.traces import MIB, outgrown_blocks
+from tests.unit.traces import TraceBuilder
 
 CONTEXT = 20 * MIB
 
@@ -53,15 +54,15 @@ def test_the_refused_request_and_its_message():
 
 def test_refused_at_once_counts_no_retry():
     config = parse_config("per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True")
-    script = Script()
-    script.new(30 * MIB)
+    script = TraceBuilder()
+    script.alloc(30 * MIB)
     run = replay_on_gpu(script.trace, GpuMemory(50 * MIB, 0), config)
     assert run.first_oom is not None and run.retries == 0 and run.first_oom.report.allowed_bytes == 25 * MIB
 
 
 def test_layout_at_an_event_names_the_storages():
-    script = Script()
-    first, second = script.new(30 * MIB), script.new(2 * MIB)
+    script = TraceBuilder()
+    first, second = script.alloc(30 * MIB), script.alloc(2 * MIB)
     script.free(first)
     run = replay_on_gpu(script.trace, None)
     segments, owners = run.layout_at(2)
@@ -71,12 +72,12 @@ def test_layout_at_an_event_names_the_storages():
     assert [segment.allocated for segment in segments] == [2 * MIB, 0] and list(owners.values()) == [second]
 
 
-def pinned() -> Script:
+def pinned() -> TraceBuilder:
     """Tensors of 190 MiB need 210: one of 40, the third, is in a segment of 60."""
-    script = Script()
-    script.free(script.new(100 * MIB), script.new(60 * MIB))
-    script.new(40 * MIB)
-    script.new(150 * MIB)
+    script = TraceBuilder()
+    script.free(script.alloc(100 * MIB), script.alloc(60 * MIB))
+    script.alloc(40 * MIB)
+    script.alloc(150 * MIB)
     return script
 
 
@@ -125,10 +126,10 @@ def test_a_skipped_stretch_leaves_the_same_state():
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.9"])
 def test_a_request_many_times_the_gpu_is_gone_on_with(settings):
     """Address space for expandable segments is reserved by the size of the GPU: it must not end the replay."""
-    script = Script()
-    script.new(30 * MIB)
-    script.new(500_000 * MIB)
-    script.new(700_000 * MIB)
+    script = TraceBuilder()
+    script.alloc(30 * MIB)
+    script.alloc(500_000 * MIB)
+    script.alloc(700_000 * MIB)
     run = replay_on_gpu(script.trace, GpuMemory(1000 * MIB, CONTEXT), parse_config(settings))
     assert run.first_oom is not None and run.first_oom.event == 2
     assert 0 <= run.required_reserved_bytes - 1_200_030 * MIB < 20 * MIB
@@ -136,25 +137,25 @@ def test_a_request_many_times_the_gpu_is_gone_on_with(settings):
 
 
 def test_more_than_can_be_addressed_is_an_error_and_no_traceback():
-    script = Script()
-    script.new(1 << 61)
+    script = TraceBuilder()
+    script.alloc(1 << 61)
     with pytest.raises(MemprofError, match="more memory than can be addressed"):
         replay_on_gpu(script.trace, GpuMemory(1000 * MIB, CONTEXT))
 
 
 def test_an_emptied_cache_is_gone_and_asked_for_again():
-    script = Script()
-    script.free(script.new(30 * MIB))
+    script = TraceBuilder()
+    script.free(script.alloc(30 * MIB))
     script.empty_cache()
-    script.new(30 * MIB)
+    script.alloc(30 * MIB)
     timeline = replay_on_gpu(script.trace, None).timeline
     assert list(timeline.reserved) == [0, 30 * MIB, 30 * MIB, 0, 30 * MIB]
     assert timeline.stats["num_device_alloc"] == 2
 
 
 def test_storages_elsewhere_and_empty_ones_take_no_block():
-    script = Script()
-    script.new(30 * MIB, "cpu")
-    script.free(script.new(0))
-    only = script.new(700)
+    script = TraceBuilder()
+    script.alloc(30 * MIB, device="cpu")
+    script.free(script.alloc(0))
+    only = script.alloc(700)
     assert replay_on_gpu(script.trace, None).timeline.blocks == {only: 1024}

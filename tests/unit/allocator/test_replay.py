@@ -9,27 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import GpuMemory, TraceReplay, parse_config
-from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
+from memprof.trace.events import GPU, HOST, Event, EventKind, Trace
 from tests.lanes import examples
 from tests.unit.allocator.replaying import replay, replay_trace
 from tests.unit.allocator.requests import MIB, SETTINGS, SIZES, TOTAL
 from tests.unit.allocator.traces import StreamScript
+from tests.unit.traces import TraceBuilder
 
 GPU_MODEL = GpuMemory(TOTAL, 10 * MIB)
 
 
 def trace_of(*steps: tuple[str, int, int] | tuple[str, int]) -> Trace:
     """("+", storage, bytes) allocates on the GPU, ("h", storage, bytes) on the host, ("-", storage) frees."""
-    trace = Trace()
+    b = TraceBuilder(None)
     for kind, ref, *more in steps:
         if kind == "-":
-            trace.events.append(Event(EventKind.FREE, ref))
-            continue
-        assert ref == len(trace.storages)
-        device = GPU if kind == "+" else HOST
-        trace.storages.append(Storage(more[0], (more[0],), "uint8", device, 0, NONE, NONE, 0, NONE, False))
-        trace.events.append(Event(EventKind.ALLOC, ref))
-    return trace
+            b.free(ref)
+        else:
+            assert ref == b.alloc(more[0], device=GPU if kind == "+" else HOST)
+    return b.trace
 
 
 def test_timeline_of_a_trace():
@@ -134,7 +132,9 @@ def random_program(seed: int, steps: int = 150) -> Trace:
             _add_rare_event(script, r)
         elif choice < 0.58 or not script.home:
             device = r.choice((GPU, GPU, GPU, GPU, "cuda:1", "cpu"))
-            index = script.new(r.choice((0, *SIZES)) + r.choice((0, 0, 1, 777)), device, stream=r.choice(streams))
+            index = script.alloc(
+                r.choice((0, *SIZES)) + r.choice((0, 0, 1, 777)), device=device, stream=r.choice(streams)
+            )
             if r.random() < rare / 4:
                 script.trace.refused.append(index)
         else:

@@ -21,7 +21,7 @@ STREAMS = (0, 1, 7)
 def lent() -> StreamScript:
     """Memory of stream 1 that was lent to the default one, and given up."""
     program = StreamScript()
-    batch = program.new(40 * MIB, stream=1)
+    batch = program.alloc(40 * MIB, stream=1)
     program.use(batch, 0)
     program.free(batch)
     return program
@@ -65,20 +65,20 @@ def test_a_block_that_waits_is_neither_allocated_nor_requested() -> None:
 def test_both_bounds_of_what_is_reserved() -> None:
     program = lent()
     program.wait(0, by_host=False)
-    program.new(40 * MIB, stream=1)
+    program.alloc(40 * MIB, stream=1)
     run = replay_on_gpu(program.trace, None)
     assert run.bounds is not None and run.required_reserved_bytes == 40 * MIB
     assert (run.bounds.lower_bound_bytes, run.bounds.upper_bound_bytes) == (40 * MIB, 80 * MIB)
     alone = StreamScript()
-    alone.new(MIB)
+    alone.alloc(MIB)
     assert replay_on_gpu(alone.trace, None).bounds is None
 
 
 def test_a_recording_of_it_completes_frees_when_they_are_done() -> None:
     program = lent()
-    program.new(50 * MIB, stream=1)
+    program.alloc(50 * MIB, stream=1)
     program.wait(0, by_host=True)
-    program.new(40 * MIB, stream=1)
+    program.alloc(40 * MIB, stream=1)
     made = convert_to_snapshot(program.trace, replay_on_gpu(program.trace, None).config, None).snapshot
     assert [event.action for event in made.traces[0]] == [
         Action.SEGMENT_ALLOC, Action.ALLOC, Action.FREE_REQUESTED,
@@ -92,7 +92,7 @@ def random_program(seed: int) -> StreamScript:
         choice = r.random()
         living = list(program.home)
         if choice < 0.45 or not living:
-            program.new(r.choice((700, 3 * MIB, 12 * MIB, 40 * MIB)), stream=r.choice(STREAMS))
+            program.alloc(r.choice((700, 3 * MIB, 12 * MIB, 40 * MIB)), stream=r.choice(STREAMS))
         elif choice < 0.6:
             program.use(r.choice(living), r.choice(STREAMS))
         elif choice < 0.85:

@@ -1,46 +1,26 @@
-"""Traces of nothing but storages, for replays."""
+"""Traces of storages on streams, for replays."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from memprof.allocator import Completion, TraceReplay
-from memprof.trace.events import GPU, NONE, Event, EventKind, Phase, PhaseKind, Storage, StreamEvent, Trace, Use, Wait
+from memprof.trace.events import GPU, EventKind, PhaseKind, StreamEvent, Trace, Use, Wait
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 
 
-class Script:
-    def __init__(self) -> None:
-        self.trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.OTHER, 0, 0)])
-        self.trace.events.append(Event(EventKind.PHASE, 0))
-
-    def new(self, num_bytes: int, device: str = GPU) -> int:
-        index = len(self.trace.storages)
-        self.trace.storages.append(
-            Storage(num_bytes, (num_bytes,), "uint8", device, 0, NONE, NONE, 0, NONE, False)
-        )  # fmt: skip
-        self.trace.events.append(Event(EventKind.ALLOC, index))
-        return index
-
-    def free(self, *indices: int) -> None:
-        self.trace.events += [Event(EventKind.FREE, index) for index in indices]
-
-    def empty_cache(self) -> None:
-        self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
-
-
-class StreamScript(Script):
+class StreamScript(TraceBuilder):
     """On several streams, which lend each other memory and wait for each other."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(PhaseKind.OTHER)
         self.home: dict[int, int] = {}  # Stream of each living storage.
 
-    def add(self, kind: EventKind, ref: int) -> None:
-        self.trace.events.append(Event(kind, ref))
-
-    def new(self, num_bytes: int, device: str = GPU, *, stream: int = 0) -> int:
+    def alloc(self, num_bytes: int, *, stream: int = 0, **more: Any) -> int:
         self.add(EventKind.STREAM, stream)
-        index = super().new(num_bytes, device)
+        index = super().alloc(num_bytes, **more)
         self.home[index] = stream
         return index
 
@@ -68,9 +48,9 @@ class StreamScript(Script):
 
 def outgrown_blocks() -> Trace:
     """Freed tensors of 30 MiB leave segments that the larger ones after them cannot use."""
-    script = Script()
-    small = [script.new(30 * MIB) for _ in range(4)]
-    script.free(*small)
+    b = TraceBuilder()
+    small = [b.alloc(30 * MIB) for _ in range(4)]
+    b.free(*small)
     for _ in range(3):
-        script.new(40 * MIB)
-    return script.trace
+        b.alloc(40 * MIB)
+    return b.trace

@@ -4,15 +4,15 @@ import pytest
 
 from memprof.findings import Context, Severity
 from memprof.findings.run_failed import find
-from memprof.ledger.ledger import build_ledger
-from memprof.trace.events import Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
+from memprof.trace.events import Failure, FailureKind, PhaseKind
+from tests.unit.traces import TraceBuilder
 
 
 def context(failure: Failure | None) -> Context:
-    trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.FORWARD, 1, 1)], failure=failure)
-    trace.storages.append(Storage(512, (128,), "float32", "cuda:0", 0, -1, -1, 0, -1, False))
-    trace.events += [Event(EventKind.PHASE, 0), Event(EventKind.ALLOC, 0)]
-    return Context(ledger=build_ledger(trace), usable_bytes=None)
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(128)
+    b.trace.failure = failure
+    return b.context()
 
 
 def test_a_run_that_ends_well_has_none() -> None:

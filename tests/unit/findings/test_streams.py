@@ -10,15 +10,16 @@ from memprof.ledger.streams import StreamMemory
 from memprof.report.terminal.bridge import render_streams
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import to_text
-from tests.unit.allocator.traces import MIB, Script, StreamScript
+from tests.unit.allocator.traces import MIB, StreamScript
+from tests.unit.traces import TraceBuilder
 
 
 def script(first: int = 600, second: int = 500) -> StreamScript:
     """Memory of a side stream is freed, then as much is taken on the default one."""
     made = StreamScript()
     made.trace.sources.append("train.py:7 step")
-    made.free(made.new(first * MIB, stream=3))
-    made.new(second * MIB)
+    made.free(made.alloc(first * MIB, stream=3))
+    made.alloc(second * MIB)
     return made
 
 
@@ -41,34 +42,34 @@ def test_what_several_streams_cost() -> None:
 def test_little_is_not_told_unless_it_decides() -> None:
     assert find(context(script(60, 50))) == []
     made = StreamScript()
-    taken = [made.new(9 * MIB, stream=3) for _ in range(8)]
+    taken = [made.alloc(9 * MIB, stream=3) for _ in range(8)]
     made.free(*taken[::2])  # half of each segment, which the other half keeps from being released
     for _ in range(4):
-        made.new(9 * MIB)
+        made.alloc(9 * MIB)
     (finding,) = find(context(made, 100 * MIB))
     assert finding.severity is Severity.WARNING and ", and fits: take memory before" in finding.evidence[0].text
     assert find(context(made, 120 * MIB)) == []
 
 
 def test_nothing_of_a_run_on_one_stream() -> None:
-    made = Script()
-    made.free(made.new(600 * MIB))
-    made.new(650 * MIB)
+    made = TraceBuilder()
+    made.free(made.alloc(600 * MIB))
+    made.alloc(650 * MIB)
     assert StreamMemory.from_ledger(build_ledger(made.trace)) is None
 
 
 def test_the_table_has_both_bounds() -> None:
     made = StreamScript()
-    lent = made.new(600 * MIB, stream=3)
+    lent = made.alloc(600 * MIB, stream=3)
     made.use(lent, 0)
     made.free(lent)
     made.wait(0, by_host=False)
-    made.new(600 * MIB, stream=3)
+    made.alloc(600 * MIB, stream=3)
     memory = context(made).streams
     assert memory is not None and (memory.lower_bound_bytes, memory.upper_bound_bytes) == (600 * MIB, 1200 * MIB)
     made.use(1, 0)
     made.free(1)
-    made.new(MIB)
+    made.alloc(MIB)
     memory = context(made).streams
     assert memory is not None and [share.waiting_bytes for share in memory.streams] == [0, 600 * MIB]
     text = to_text(render_streams(memory, choose_unit(MIB)))

@@ -6,16 +6,20 @@ as numbers: were they taken from the rules, a wrong one would be right in both p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 
 from memprof.findings import (
+    attention_scores,
     does_not_fit,
+    fragmentation,
     graph_breaks,
     logits,
     optimizer_state,
     ranks_differ,
+    state_not_sharded,
     streams,
     unattributed,
     upcast,
@@ -27,6 +31,7 @@ from memprof.findings.groups import is_large
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.trace.events import Caller, GraphBreak, PhaseKind, Role
+from memprof.trace.facts import ShardedGroup
 from memprof.units import GIB, KIB, MIB
 from tests.unit.allocator.traces import StreamScript
 from tests.unit.traces import TraceBuilder
@@ -102,8 +107,8 @@ def test_temporaries_of_the_optimizer_are_more_than_both(temporary_mib: int, oth
 def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool) -> None:
     """What one stream has freed, the other takes anew: together `free_mib + used_mib` are reserved."""
     script = StreamScript()
-    script.free(script.new(free_mib * MIB, stream=3))
-    script.new(used_mib * MIB)
+    script.free(script.alloc(free_mib * MIB, stream=3))
+    script.alloc(used_mib * MIB)
     ledger = build_ledger(script.trace)
     context = Context(ledger=ledger, usable_bytes=None, streams=StreamMemory.from_ledger(ledger))
     assert bytes_of(streams.find, context) == [used_mib * MIB] * is_told
@@ -187,6 +192,41 @@ def test_ranks_differ_by_at_least_both(least_mib: int, most_mib: int, beyond_mib
 )
 def test_sharded_groups_save_at_least_both(saved_mib: int, peak_mib: int, is_told: bool) -> None:
     assert is_large(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(1802, False), (1800, True)])
+def test_whole_optimizer_state_is_told_from_a_twentieth_that_can_be_saved(other_mib: int, is_told: bool) -> None:
+    """State of 200 MiB of two equal parameters, of which each of two ranks could have one."""
+    b = beside(other_mib * MIB)
+    state = [b.new(25 * MIB, owner=(Role.OPTIMIZER_STATE, "momentum_buffer")) for _ in range(2)]
+    shapes = tuple(b.trace.storages[index].shape for index in state)
+    b.trace.facts = dataclasses.replace(
+        b.trace.facts, groups=(ShardedGroup("DistributedDataParallel", "", 2, ("a", "b"), shapes, "float32"),)
+    )
+    assert bytes_of(state_not_sharded.find, b.context()) == [100 * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("scores_mib", "other_mib", "is_told"),
+    [(100, 1900, False), (100, 1898, True), (1022, 30_000, False), (1024, 30_000, True)],
+)
+def test_attention_scores_are_a_gibibyte_or_more_than_a_twentieth(
+    scores_mib: int, other_mib: int, is_told: bool
+) -> None:
+    b = beside(other_mib * MIB)
+    b.new(1, scores_mib, 512, 512, op="aten._softmax")
+    assert bytes_of(attention_scores.find, b.context()) == [scores_mib * MIB] * is_told
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "used_mib", "is_told"), [(254, 1000, False), (256, 1000, True), (300, 5700, True), (300, 5702, False)]
+)
+def test_fragmentation_is_at_least_both(free_mib: int, used_mib: int, is_told: bool) -> None:
+    """A segment is free beside the one that is used: a twentieth is of both."""
+    b = TraceBuilder()
+    b.free(b.alloc(free_mib * MIB))
+    b.alloc(used_mib * MIB)
+    assert bytes_of(fragmentation.find, b.context()) == [free_mib * MIB] * is_told
 
 
 @pytest.mark.parametrize(("small_mib", "is_named"), [(98, False), (100, True)])

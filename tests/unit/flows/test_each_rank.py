@@ -10,9 +10,10 @@ from memprof.flows.account import analyze
 from memprof.flows.rank_reports import PEER_END_REASON, merge_traces
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
-from memprof.trace.events import NONE, Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
+from memprof.trace.events import Failure, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, RankFacts
 from memprof.trace.io import load_trace, save_trace
+from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
 GPU = DeviceFacts("a GPU", 1000 * MIB, 900 * MIB, 100 * MIB)
@@ -20,18 +21,13 @@ GPU = DeviceFacts("a GPU", 1000 * MIB, 900 * MIB, 100 * MIB)
 
 def rank(number: int, *sizes: int, ended: str = "exit", failure: Failure | None = None) -> Trace:
     """One of four, which allocates so many MiB."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.device, b.trace.failure = f"cuda:{number}", failure
+    for size in sizes:
+        b.alloc(size * MIB, device=b.trace.device)
     program = ProgramFacts(("train.py",), ended, 0, 1, ())
-    return Trace(
-        events=[Event(EventKind.PHASE, 0), *(Event(EventKind.ALLOC, index) for index in range(len(sizes)))],
-        storages=[
-            Storage(size * MIB, (size,), "uint8", f"cuda:{number}", 0, NONE, NONE, 0, NONE, False) for size in sizes
-        ],
-        device=f"cuda:{number}",
-        ops=["aten.empty"],
-        phases=[Phase(PhaseKind.FORWARD, 1, 1)],
-        facts=Facts(command="run", program=program, device=GPU, rank=RankFacts(number, 4)),
-        failure=failure,
-    )
+    b.trace.facts = Facts(command="run", program=program, device=GPU, rank=RankFacts(number, 4))
+    return b.trace
 
 
 def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):

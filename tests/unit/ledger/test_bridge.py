@@ -19,7 +19,8 @@ from memprof.report.terminal.cells import choose_unit
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess, RankFacts
 from tests.lanes import examples
-from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
+from tests.unit.allocator.traces import MIB, outgrown_blocks
+from tests.unit.traces import TraceBuilder
 
 CONTEXT = 426 * MIB
 GPU = DeviceFacts("a GPU", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
@@ -35,15 +36,15 @@ def bridge_of(trace, conf="", nvml=None, rank=None):
 @st.composite
 def random_traces(draw):
     """Requests of all size classes, freed in any order."""
-    script, alive = Script(), []
+    script, alive = TraceBuilder(), []
     sizes = st.one_of(st.integers(1, 4096), st.integers(1 << 19, 3 << 20), st.integers(5 * MIB, 60 * MIB))
     for _ in range(draw(st.integers(1, 60))):
         if alive and draw(st.booleans()):
             script.free(alive.pop(draw(st.integers(0, len(alive) - 1))))
         else:
-            alive.append(script.new(draw(sizes)))
+            alive.append(script.alloc(draw(sizes)))
     if not script.trace.storages:
-        script.new(1)
+        script.alloc(1)
     return script.trace
 
 
@@ -83,8 +84,8 @@ def test_which_segments_and_pools():
     assert large.free_bytes == large.releasable_bytes == 120 * MIB
     (kind,) = moment.free_segments
     assert (kind.count, kind.size_bytes, kind.free_bytes, kind.tensors) == (4, 30 * MIB, 30 * MIB, False)
-    script = Script()
-    script.new(1000)
+    script = TraceBuilder()
+    script.alloc(1000)
     small = bridge_of(script.trace).peak_reserved
     assert (small.pools[0].pool, small.pools[0].free_bytes, small.rounding_bytes) == ("small", 2 * MIB - 1024, 24)
 
@@ -97,11 +98,11 @@ def view_of(bridge):
 
 def test_what_is_free_after_the_peak_is_cached():
     """90 MiB were in use at once, in segments that a request of 60 MiB does not fit into: 60 are never in use."""
-    script = Script()
-    activations = [script.new(size * MIB) for size in (40, 50)]
+    script = TraceBuilder()
+    activations = [script.alloc(size * MIB) for size in (40, 50)]
     for tensor in activations:
         script.free(tensor)
-    script.new(60 * MIB)
+    script.alloc(60 * MIB)
     bridge = bridge_of(script.trace)
     first = bridge.peak_reserved
     assert (first.reserved_bytes, first.allocated_bytes) == (150 * MIB, 60 * MIB)
@@ -179,15 +180,15 @@ def test_there_is_none_without_a_gpu():
 
 
 def test_model_state_is_of_roles_and_without_kernels_own():
-    script = Script()
-    weight, gradient, workspace, host, moment = (script.new(n) for n in (1000, 900, 50, 70, 30))
+    script = TraceBuilder()
+    weight, gradient, workspace, host, moment = (script.alloc(n) for n in (1000, 900, 50, 70, 30))
     trace = script.trace
     trace.storages[workspace] = trace.storages[workspace]._replace(hidden=True)
     trace.storages[host] = trace.storages[host]._replace(device=HOST)
     roles = {weight: Role.PARAMETER, gradient: Role.GRADIENT, moment: Role.OPTIMIZER_STATE, host: Role.PARAMETER}
     trace.owners = {index: Owner(role, "x") for index, role in roles.items()}
     script.free(gradient)
-    trace.owners[script.new(800)] = Owner(Role.GRADIENT, "x")
+    trace.owners[script.alloc(800)] = Owner(Role.GRADIENT, "x")
     state = compute_model_state(trace)
     assert (state.parameters_bytes, state.gradients_bytes, state.optimizer_state_bytes) == (1000, 900, 30)
     assert state.tensors_bytes == 1000 + 900 + 30

@@ -1,13 +1,17 @@
 import json
 
+import pytest
 from hypothesis import given, settings
 
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.over_time import FRAGMENTATION, OverTime, build_over_time, select_peak_events, sum_by_category
+from memprof.trace.events import PhaseKind
 from memprof.trace.json_values import from_plain, to_plain
+from memprof.units import MIB
 from tests.golden.test_report import training_run
 from tests.lanes import examples
 from tests.unit.report.runs import traces
+from tests.unit.traces import TraceBuilder
 
 
 @given(traces())
@@ -34,6 +38,15 @@ def test_moments_of_a_run():
     assert FRAGMENTATION not in found.categories  # it never takes a hundredth
     assert list(found.most_bytes.values()) == sorted(found.most_bytes.values(), reverse=True)
     assert from_plain(OverTime, json.loads(json.dumps(to_plain(found)))) == found
+
+
+@pytest.mark.parametrize(("num_bytes", "is_shown"), [(2 * MIB - 512, False), (2 * MIB, True)])
+def test_categories_are_shown_from_a_hundredth_of_the_peak_on(num_bytes, is_shown):
+    b = TraceBuilder()
+    b.parameter("weight", 99 * MIB, dtype="bfloat16")
+    b.phase(PhaseKind.FORWARD)
+    b.new(num_bytes, dtype="uint8")
+    assert ("activations" in build_over_time(build_ledger(b.trace)).categories) == is_shown
 
 
 def test_each_stretch_is_shown_by_its_fullest_moment():

@@ -20,13 +20,14 @@ from memprof.report.export.perfetto import build_trace_events
 from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.snapshots.recording import build_recordings
 from memprof.snapshots.slices import build_slices, list_event_times
-from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
+from memprof.trace.events import Trace
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
 from memprof.trace.snapshot import Action
 from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
 from tests.golden.test_report import training_run
 from tests.lanes import at_night, examples
+from tests.unit.allocator.traces import StreamScript
 from tests.unit.snapshots.builder import MIB, training
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4")
@@ -34,20 +35,14 @@ SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_pow
 
 def plain_trace(requests: list[tuple[int, int]]) -> Trace:
     """A trace of (name, bytes) requests; 0 bytes frees the name. From the tenth name on they are another stream's."""
-    trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.OTHER, 0, 0)], events=[Event(EventKind.PHASE, 0)])
+    b = StreamScript()
     live: dict[int, int] = {}
-    stream = 0
     for name, num_bytes in requests:
         if num_bytes and name not in live:
-            if stream != (33 if name > 9 else 0):
-                stream = 33 - stream
-                trace.events.append(Event(EventKind.STREAM, stream))
-            live[name] = len(trace.storages)
-            trace.storages.append(Storage(num_bytes, (num_bytes,), "uint8", "cuda:0", 0, NONE, NONE, 0, NONE, False))
-            trace.events.append(Event(EventKind.ALLOC, live[name]))
+            live[name] = b.alloc(num_bytes, stream=33 if name > 9 else 0)
         elif not num_bytes and name in live:
-            trace.events.append(Event(EventKind.FREE, live.pop(name)))
-    return trace
+            b.free(live.pop(name))
+    return b.trace
 
 
 @pytest.mark.parametrize("conf", SETTINGS)

@@ -11,7 +11,7 @@ from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOr
 from memprof.snapshots.occupancy import group_blocks, measure_fragmentation
 from memprof.snapshots.out_of_memory import find_out_of_memory_events
 from memprof.snapshots.recording import BEFORE, NEVER, build_recordings
-from memprof.snapshots.steps import find_leaks, find_steps
+from memprof.snapshots.steps import _is_regular, find_leaks, find_steps
 from memprof.snapshots.what_if import what_if
 from memprof.trace.snapshot import Frame
 from tests.lanes import examples
@@ -140,6 +140,41 @@ def test_fragmentation_names_what_pins_a_segment():
     assert segment.largest_free == 16 * MIB
 
 
+@pytest.mark.parametrize(("num_bytes", "is_nearly_empty"), [(5 * MIB - 512, True), (5 * MIB, False)])
+def test_a_segment_is_nearly_empty_if_less_than_a_quarter_is_in_use(num_bytes, is_nearly_empty):
+    program = Program()
+    freed = [program.malloc(size * MIB) for size in (6, 7)]
+    program.malloc(num_bytes)
+    program.free(*freed)
+    found = only(program)
+    (segment,) = measure_fragmentation(found, found.end)[1]
+    assert (segment.size, segment.used, segment.is_nearly_empty) == (20 * MIB, num_bytes, is_nearly_empty)
+
+
+@pytest.mark.parametrize(
+    ("events", "is_regular"),
+    [
+        ([0, 10, 20], True),
+        ([0, 99, 109, 120], True),  # the first step is longer
+        ([0, 9, 19], True),  # one of ten
+        ([0, 9, 19, 32], False),
+    ],
+)
+def test_steps_differ_by_a_tenth_at_most(events, is_regular):
+    assert _is_regular(events) == is_regular
+
+
+@pytest.mark.parametrize(("others", "count"), [(2, 3), (3, None)])
+def test_steps_cover_at_least_half_of_the_recording(others, count):
+    program, line_of_steps = Program(), stack("a.py:1 step")
+    for _ in range(3):
+        program.malloc(512, line_of_steps)
+    for line in range(others):  # beside the one segment and three steps
+        program.malloc(512, stack(f"b.py:{line} other"))
+    steps = find_steps(only(program))
+    assert (None if steps is None else len(steps.begins)) == count
+
+
 def test_free_units_of_an_expandable_segment_are_not_pinned():
     program = Program("expandable_segments:True")
     first = program.malloc(30 * MIB, stack("a.py:1 first"))
@@ -179,6 +214,17 @@ def test_an_out_of_memory_error_of_fragmentation():
     assert refusal.largest_free_bytes < 30 * MIB <= refusal.usable_bytes
     assert any("with free memory there (4) holds a block in use" in reason for reason in refusal.reasons)
     assert any("expandable_segments:True" in reason for reason in refusal.reasons)
+
+
+@pytest.mark.parametrize(("more_used", "is_fragmented"), [(0, True), (512, False)])
+def test_fragmentation_is_a_tenth_of_what_is_reserved(more_used, is_fragmented):
+    """Of each of four segments of 20 MiB two are free, and as many are requested as all have."""
+    program = Program(total_bytes=80 * MIB)
+    for index in range(8):
+        program.malloc(9 * MIB + (more_used if index == 0 else 0))
+    assert program.malloc(8 * MIB - more_used) is None
+    (refusal,) = find_out_of_memory_events(only(program))
+    assert (refusal.cached_bytes, refusal.fragmented) == (8 * MIB - more_used, is_fragmented)
 
 
 def test_blocks_that_an_error_freed_are_no_temporaries():

@@ -76,4 +76,6 @@ def test_others_are_in_one_step_of_the_bridge() -> None:
     )  # fmt: skip
     assert any("as NVML says of this process" in sentence for sentence in document.assumptions)
     assert document.device.usable_bytes == 9300 * MIB
+    assert document.peak.device_used_bytes == document.peak.reserved_bytes + (426 + 14) * MIB
+    assert document.stages[0].device_used_bytes is None  # it was not read then
     assert document.verdict.fits

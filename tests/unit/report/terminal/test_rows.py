@@ -93,6 +93,25 @@ def test_a_ladder() -> None:
     assert "npt: is another model" in text and "that took 1.5 s" in text and "its 7 kernels" in text
 
 
+def test_a_ladder_has_columns_for_what_its_fixes_use() -> None:
+    def shown(**changes: Any) -> list[list[str]]:
+        cost = dataclasses.replace(COST, **({"extra_bus_seconds": 0.0} | changes))
+        row = LadderRow((), None, 40 * MIB, 50 * MIB, 0, 16 * GIB, 0, False, Bottleneck("", 0, "", 0, "end"), cost)
+        return rows(render_ladder(report(ladder=(row,))))
+
+    assert ["then:", "end"] in shown(host_bytes=4 * MIB)
+    assert shown(host_bytes=4 * MIB + 1)[3][:6] == ["then:", "end;", "the", "CPU", "reads", "and"]
+    # A step is four seconds: the bus has a column beside that of other GPUs from a hundredth on.
+    for changes, columns in (
+        ({}, ["compute", "bus", "step"]),
+        ({"link_bytes": MIB}, ["compute", "GPUs", "step"]),
+        ({"link_bytes": MIB, "extra_bus_seconds": 0.04}, ["compute", "GPUs", "step"]),
+        ({"link_bytes": MIB, "extra_bus_seconds": 0.05}, ["compute", "bus", "GPUs", "step"]),
+    ):
+        (heading,) = [row for row in shown(**changes) if row[:1] == ["peak"]]
+        assert heading[heading.index("compute") : -1] == columns
+
+
 def test_ranks_and_gpus() -> None:
     ranks = tuple(
         RankRow(i, None, (), "", i * MIB, "backward", 2, 2 * i * MIB, 3 * i * MIB, 0, i < 2, {}, i == 2, i == 1)

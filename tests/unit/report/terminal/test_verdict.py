@@ -38,6 +38,17 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
     return " ".join(to_text(render(document, quiet=True)).split())
 
 
+def test_what_the_gpu_must_have_includes_the_context() -> None:
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 8 * GIB, 8 * GIB - 426 * MIB, 426 * MIB))
+    b.new(MIB)
+    document = analyze(b.trace)
+    # Of 4 MiB, a segment of 20.
+    assert document.peak.device_used_bytes == document.verdict.required_bytes == (20 + 426) * MIB
+    assert (document.stages[0].name, document.stages[0].device_used_bytes) == ("context", 426 * MIB)
+    assert said(document, 8 * GIB, None).startswith("Fits: needs 446.00 MiB with the CUDA context, 7.56 GiB to spare")
+
+
 def test_without_nccl(document: Report) -> None:
     assert said(document, 8 * GIB, None).endswith("to spare.")
 

@@ -43,15 +43,18 @@ def test_the_peak_without_any_and_by_the_bound() -> None:
     assert Report.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
 
 
-@pytest.mark.parametrize("device", ["cuda:1", None])
-def test_nothing_is_said_where_the_peak_does_not_depend_on_it(device: str | None) -> None:
-    found = document(20 * MIB, device or GPU)
-    if device is None:
-        bounds = Workspaces(0, 16 * MIB, 16 * MIB + MIB // 8)
-        found = dataclasses.replace(found, peak=dataclasses.replace(found.peak, workspaces=bounds))
-    else:
-        assert found.peak.workspaces is None
+def test_nothing_is_said_of_another_gpu() -> None:
+    found = document(20 * MIB, "cuda:1")
+    assert found.peak.workspaces is None
     assert "by the rule" not in to_text(render(found))
+
+
+@pytest.mark.parametrize(("more_bytes", "is_said"), [(16 * MIB // 100, False), (16 * MIB // 100 + 1, True)])
+def test_it_is_said_where_it_is_at_least_a_hundredth_of_the_peak(more_bytes: int, is_said: bool) -> None:
+    found = document(20 * MIB)
+    bounds = Workspaces(0, 16 * MIB, 16 * MIB + more_bytes)
+    found = dataclasses.replace(found, peak=dataclasses.replace(found.peak, workspaces=bounds))
+    assert ("by the rule" in to_text(render(found))) == is_said
 
 
 @pytest.mark.parametrize(("usable", "refused"), [(34, 0), (33, 1)])
