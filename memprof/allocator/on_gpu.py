@@ -105,7 +105,9 @@ def compute_memory_needs(
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps after releasing the cache
             limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
             limited_replay.advance(writes=False)
-            fits = releases_cache = limited_replay.timeline.first_oom is None
+            timeline = limited_replay.timeline
+            fits = timeline.first_oom is None
+            releases_cache = fits and limited_replay.allocator.statistics.num_alloc_retries > 0
     return MemoryNeeds(required, fits, counters.allocated_bytes_peak, releases_cache)
 
 
