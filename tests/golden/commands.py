@@ -91,9 +91,14 @@ def comparable(document: object, folder: str) -> object:
     return document
 
 
+def write(name: str, document: object) -> None:
+    """Write the file of command `name` anew."""
+    (KEPT / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     for name in sys.argv[1:] or COMMANDS:
-        (KEPT / f"{name}.json").write_text(json.dumps(answer(name), indent=1) + "\n", encoding="utf-8")
+        write(name, answer(name))
 
 
 if __name__ == "__main__":
