@@ -6,6 +6,7 @@ c10/cuda/CUDAMallocAsyncAllocator.cpp and aten/src/ATen/mps/MPSAllocator.mm.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from decimal import Decimal

@@ -12,6 +12,7 @@ from memprof.findings.lifetimes import Lifetimes
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
+from memprof.trace.events import Phase
 from memprof.trace.json_values import json_name
 
 _Result = TypeVar("_Result")
@@ -84,14 +85,17 @@ class Context:
     context_length: int | None = None
     max_positions: int | None = None
     streams: StreamMemory | None = None  # None: the run used one stream only
-    lifetimes: Lifetimes = field(init=False, repr=False, compare=False)  # shared by all rules
+    # Shared by all rules: the lifetimes of the storages, and the phases as of `Trace.list_phase_begins`.
+    lifetimes: Lifetimes = field(init=False, repr=False, compare=False)
+    phases: list[tuple[int, Phase]] = field(init=False, repr=False, compare=False)
 
     # Cached results of functions with the decorator `cache_per_context`, by function.
     results: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Compute the lifetimes of the storages; `object.__setattr__` is needed because the dataclass is frozen."""
+        """Compute what all rules share; `object.__setattr__` is needed because the dataclass is frozen."""
         object.__setattr__(self, "lifetimes", Lifetimes(self.ledger))
+        object.__setattr__(self, "phases", self.ledger.trace.list_phase_begins())
 
 
 def cache_per_context(function: Callable[[Context], _Result]) -> Callable[[Context], _Result]:

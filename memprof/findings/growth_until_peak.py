@@ -87,10 +87,9 @@ def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
     """Yield (unit, last event of each round), the longest rounds first."""
     trace = context.ledger.trace
     yield STEP, [step.end - 1 for step in list_training_steps(trace, context.ledger.allocated)]
-    phases = trace.list_phase_begins()
     ends = {
         (phase.step, phase.micro_batch): end - 1
-        for (_, phase), (end, _) in pairwise(phases)
+        for (_, phase), (end, _) in pairwise(context.phases)
         if phase.kind is PhaseKind.BACKWARD
     }
     yield BACKWARD_PASS, sorted(ends.values())

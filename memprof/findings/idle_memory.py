@@ -68,10 +68,10 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
-    phases, replaced = trace.list_phase_begins(), find_replaced_models(context)
+    replaced = find_replaced_models(context)
     for index in storages:
         owner = trace.owners.get(index)
-        last_phase = find_phase(phases, trace.last_uses[index]).kind
+        last_phase = find_phase(context.phases, trace.last_uses[index]).kind
         if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
             by_key[make_key(trace, index)].append(index)
         elif index in replaced or (
@@ -109,7 +109,7 @@ def _make_model_groups(context: Context, models: Sequence[int]) -> list[_Group]:
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
     num_models, replaced = _count_models(context, parameters), find_replaced_models(context)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
-    computing = [time for time, phase in trace.list_phase_begins() if phase.kind.computes and time >= last_use]
+    computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     program = trace.facts.program
     has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
     fix = "delete the model and its optimizer, or move them to the host"
@@ -158,9 +158,7 @@ def _count_models(context: Context, parameters: Iterable[int]) -> int:
     has computed."""
     trace, births = context.ledger.trace, context.lifetimes.births
     computed = sorted(
-        {time for time, phase in trace.list_phase_begins() if phase.kind.computes}.union(
-            forward.end for forward in trace.forwards
-        )
+        {time for time, phase in context.phases if phase.kind.computes}.union(forward.end for forward in trace.forwards)
     )
     rounds: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for index in parameters:
@@ -179,11 +177,10 @@ def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]
 def _find_calls_without_backward(context: Context, storages: Sequence[int]) -> dict[int, Forward]:
     """Return storage -> the outermost call with gradients that made it, for those that no backward has used."""
     trace, births = context.ledger.trace, context.lifetimes.births
-    phases = trace.list_phase_begins()
     result = {}
     for index in storages:
         position = bisect.bisect_right(trace.forwards, births[index], key=lambda forward: forward.begin) - 1
-        is_used = find_phase(phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
+        is_used = find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
         if position >= 0 and births[index] < (call := trace.forwards[position]).end and call.nodes and not is_used:
             result[index] = call
     return result
@@ -270,7 +267,7 @@ def _format_last_use(context: Context, event: int) -> str:
     if stages:
         name, step, micro_batch = stages[0].name, stages[0].step, stages[0].micro_batch
     else:
-        kind, step, micro_batch = find_phase(context.ledger.trace.list_phase_begins(), event)
+        kind, step, micro_batch = find_phase(context.phases, event)
         name = kind.value
     return "" if name == PhaseKind.OTHER.value else f", last used in {format_stage(name, step, micro_batch)}"
 

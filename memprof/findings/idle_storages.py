@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from memprof.findings.finding import Context, cache_per_context
 from memprof.trace.events import AUTOCAST_KIND, NONE, ROLES_OF_MODELS, Phase, PhaseKind, Role, Trace
@@ -31,7 +31,7 @@ def find_idle_storages(context: Context) -> list[int]:
     Models that another one has replaced are idle before a phase begins, and inputs only as `_is_idle_input` says.
     """
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
-    phases = trace.list_phase_begins()
+    phases = context.phases
     times = [time for time, _ in phases]
     computing = [time for time, phase in phases if phase.kind.computes]
     out_of_memory = context.ledger.out_of_memory
@@ -78,17 +78,26 @@ def _is_idle_input(context: Context, index: int) -> bool:
     used in turn: a batch in a list, one that was loaded ahead."""
     trace, births = context.ledger.trace, context.lifetimes.births
     used = trace.last_uses[index]
+    following = bisect.bisect_left(context.phases, used, key=lambda begin: begin[0])
     ends = (
         end
-        for (begin, phase), (end, _) in pairwise(trace.list_phase_begins())
-        if begin >= used and phase.kind in _FORWARD_PHASES
+        for (_, phase), (end, _) in pairwise(islice(context.phases, following, None))
+        if phase.kind in _FORWARD_PHASES
     )
-    is_in_turn = any(
-        births[other] < used < trace.last_uses[other] and make_key(trace, other) == make_key(trace, index)
-        for other, owner in trace.owners.items()
-        if owner.role is Role.INPUT
-    )
+    alike = _group_inputs(context)[make_key(trace, index)]
+    is_in_turn = any(births[other] < used < trace.last_uses[other] for other in alike)
     return next(ends, len(trace.events)) < context.lifetimes.deaths[index] and not is_in_turn
+
+
+@cache_per_context
+def _group_inputs(context: Context) -> dict[tuple[int, int], list[int]]:
+    """Return the inputs by the line and operator that made them."""
+    trace = context.ledger.trace
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, owner in trace.owners.items():
+        if owner.role is Role.INPUT:
+            groups[make_key(trace, index)].append(index)
+    return groups
 
 
 def _find_held_storages(context: Context, last_event: int) -> set[int]:
@@ -98,7 +107,7 @@ def _find_held_storages(context: Context, last_event: int) -> set[int]:
     were last used in a phase of the same kind. Others have a use in the step that the error has cut.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
-    phases = trace.list_phase_begins()
+    phases = context.phases
     holders = [holder for holder in trace.idle_holders if holder.kind != AUTOCAST_KIND]  # copies that backwards use
     held = {index for holder in holders for index in holder.storages}
     if last_event < len(trace.events):
@@ -122,7 +131,7 @@ def find_replaced_models(context: Context) -> frozenset[int]:
     trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
     if not trace.ended_out_of_memory:
         return frozenset()
-    phases = trace.list_phase_begins()
+    phases = context.phases
     used = {
         index: trace.last_uses[index]
         for index, owner in trace.owners.items()
@@ -157,11 +166,15 @@ def awaits_backward(context: Context, index: int) -> bool:
         return False
     position = bisect.bisect_left(trace.forwards, used, key=lambda forward: forward.begin) - 1
     has_graph = position < 0 or used > trace.forwards[position].end or trace.forwards[position].nodes > 0
-    phases = trace.list_phase_begins()
-    later = phases[bisect.bisect_left(phases, used, key=lambda begin: begin[0]) :]
-    ended = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION)
-    is_forward = find_phase(phases, used).kind is PhaseKind.FORWARD
-    return is_forward and has_graph and not any(phase.kind in ended for _, phase in later)
+    is_forward = find_phase(context.phases, used).kind is PhaseKind.FORWARD
+    return is_forward and has_graph and _find_last_graph_end(context) < used
+
+
+@cache_per_context
+def _find_last_graph_end(context: Context) -> int:
+    """Return the event at which the last phase begins after which no graph of a forward is waited for; else NONE."""
+    ends = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION)
+    return next((time for time, phase in reversed(context.phases) if phase.kind in ends), NONE)
 
 
 def make_key(trace: Trace, index: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak if each micro-batch reduces gradients."""
     trace, lifetimes = context.ledger.trace, context.lifetimes
     groups = fsdp_groups(context)
-    forward_begins = [event for event, phase in trace.list_phase_begins() if phase.kind is PhaseKind.FORWARD]
+    forward_begins = [event for event, phase in context.phases if phase.kind is PhaseKind.FORWARD]
     unreduced, min_saved_share = [], 1.0
     for group in groups:
         is_in_group = name_filter(group)
