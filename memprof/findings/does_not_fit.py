@@ -11,6 +11,8 @@ from memprof.ledger.stage_amounts import OutOfMemoryMoment
 from memprof.ledger.stages import Span, format_stage
 from memprof.units import format_bytes
 
+DOES_NOT_FIT = "does-not-fit"
+
 MAX_LIVE_KINDS = 3  # of tensors that are named where memory runs out
 MIN_LIVE_SHARE = 0.1  # of the memory of the GPU
 MIN_SHARE = 0.05  # of the peak: smaller categories are not listed
@@ -64,7 +66,7 @@ def find(context: Context) -> list[Finding]:
     evidence += _make_live_evidence(context, oom)
     found = suggest(context)
     fixes = list_fix_names(found)
-    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), fixes, suggestions=found)]
+    return [Finding(DOES_NOT_FIT, Severity.ERROR, title, shortfall, tuple(evidence), fixes, suggestions=found)]
 
 
 def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Evidence]:

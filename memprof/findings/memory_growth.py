@@ -99,7 +99,7 @@ def _make_finding(
     evidence.append(
         _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0))
     )
-    severity = Severity.WARNING if per_step >= WARNING_BYTES else Severity.NOTE
+    severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
     num_bytes = sum(leak.num_bytes for leak in leaks) or None
@@ -112,6 +112,11 @@ def _make_finding(
         (),
         is_decisive=is_decisive(context, needs),
     )
+
+
+def _grade(bytes_per_round: int, *, is_cause: bool) -> Severity:
+    """Return the severity of growth that has not run out yet; `is_cause`: without it the run would fit."""
+    return Severity.WARNING if is_cause or bytes_per_round >= WARNING_BYTES else Severity.NOTE
 
 
 def _make_finding_until_peak(
@@ -144,7 +149,7 @@ def _make_finding_until_peak(
     )
     return Finding(
         "memory-growth",
-        Severity.WARNING if per_round >= WARNING_BYTES else Severity.NOTE,
+        _grade(per_round, is_cause=is_decisive(context, needs)),
         title + "; without them the run fits" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import replace
 
+from memprof.findings.does_not_fit import DOES_NOT_FIT
 from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding
 
 
@@ -22,5 +24,7 @@ import_rules()
 def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
     """Return the sorted findings of all rules, as documented at `memprof.findings.find_all`."""
     findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
+    if any(one.is_decisive for one in findings):  # with that changed the run fits as it is
+        findings = [replace(one, fixes=(), suggestions=()) if one.id == DOES_NOT_FIT else one for one in findings]
     # The sort is stable: equal findings stay in the order of the rules.
     return sorted(findings, key=lambda one: one.order)

@@ -136,6 +136,8 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
+            if any(finding.is_decisive for finding in document.findings):
+                return "whether it fits with the first finding's line changed", run()
             suggested = _list_suggested_fixes(document)
             if not suggested.isdisjoint(script_fix_names()):
                 return "the fixes that make it fit at the least cost", run("--fix", "auto")

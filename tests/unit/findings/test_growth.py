@@ -210,6 +210,7 @@ def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Rol
 def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> None:
     (finding,) = find(calls_before_one_backward(80).context(64 * MIB))
     assert finding.is_decisive and "grows by 1.00 MiB a call over " in finding.title
+    assert finding.severity is Severity.WARNING  # 1 MiB a call would be a note, if it were not the cause
     assert finding.evidence[-1].text.startswith("fix: call backward() after each call at train.py:5")
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
 

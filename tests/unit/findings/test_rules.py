@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.findings import Context, Finding, Severity, find_all
+from memprof.findings import Context, Finding, Severity, Suggestion, find_all
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
@@ -514,3 +514,15 @@ def test_errors_come_first_then_the_most_expensive() -> None:
     assert errors == sorted(errors, reverse=True) and sum(errors) == 2
     rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
     assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_run_that_fits_without_its_cause_needs_no_other_change(
+    is_cause: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suggestion = Suggestion("bfloat16", "bfloat16", 1, True, 1)
+    full = Finding("does-not-fit", Severity.ERROR, "", 1, (), ("bfloat16",), suggestions=(suggestion,))
+    kept = Finding("idle-memory", Severity.WARNING, "", 2, (), (), is_decisive=is_cause)
+    monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [full], 2: lambda _: [kept]})
+    findings = {one.id: one for one in find_all(TraceBuilder().context())}
+    assert bool(findings["does-not-fit"].suggestions) == bool(findings["does-not-fit"].fixes) == (not is_cause)

@@ -37,6 +37,7 @@ LEAST = "the fixes that make it fit at the least cost"
 EXPANDABLE = "whether expandable segments would reserve less", "--alloc-conf expandable_segments:True"
 FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
+CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 
@@ -101,6 +102,8 @@ def limit(largest: int | None) -> LargestSearch:
         (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
+        (ran(fits=False, findings=CAUSE), ("whether it fits with the first finding's line changed", f"{RUN} {SCRIPT}")),
+        (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False), FINDINGS),
         (ran(fits=False, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False, ladder=ladder(False, False)), FIXES),
