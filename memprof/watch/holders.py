@@ -25,10 +25,12 @@ from torch.utils.data import DataLoader
 
 from memprof.torch_private import autograd
 from memprof.trace.events import NONE, Holder
+from memprof.watch.collection import disable_garbage_collection
 from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
 from memprof.watch.graph import collect_nodes
 from memprof.watch.program_code import is_program, is_program_class
+from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import (
     find_assignment_line,
@@ -79,7 +81,10 @@ class _NamedHolder:
 
 
 class HolderSearch:
-    """Search through all Python objects for holders of tensors; keeps no references to objects between searches."""
+    """Search through all Python objects for holders of tensors; keeps no references to objects between searches.
+
+    A search allocates enough objects to start Python's garbage collector, which it must not: that frees tensors.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -104,6 +109,7 @@ class HolderSearch:
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
+    @disable_garbage_collection()
     def find_holders(self, targets: Mapping[int, object], *, outermost: bool = False) -> list[Holder]:
         """Return the holders of the storages in `targets`, largest first. `targets` maps storage index -> group key.
 
@@ -145,6 +151,7 @@ class HolderSearch:
                     result.append(self._make_holder(holder, storages, roots, variables))
             return result
 
+    @disable_garbage_collection()
     def find_holder_of_error(self, error: BaseException) -> Holder | None:
         """Return the nearest variable or container that has `error`; `storages` is empty.
 
@@ -158,6 +165,7 @@ class HolderSearch:
         nearest = min(holders, key=lambda holder: holder.depth, default=None)
         return None if nearest is None else self._make_holder(nearest, set(), [], variables)
 
+    @disable_garbage_collection()
     def find_cycles(self, targets: Mapping[int, object]) -> list[Holder]:
         """Return the reference cycle that keeps storages in `targets`, which no holder explains, as the only item."""
         with torch.DisableTorchFunction():
@@ -169,6 +177,16 @@ class HolderSearch:
         event, storages = len(self._recorder.trace.events), tuple(sorted(targets))
         return [Holder(event, *cycle, cycle.source is not None, None, storages, 0, 0, None)]
 
+    @disable_garbage_collection()
+    def find_garbage(self, targets: Mapping[int, object]) -> list[Holder]:
+        """Return the reference cycle that keeps those storages in `targets` that the program cannot reach, and that
+        Python's garbage collector will free, as the only item."""
+        found = self._find_tensors(targets)
+        indices = {id(tensor): index for tensor, index in found.values()}
+        unreachable = list_unreachable([tensor for tensor, _ in found.values()])
+        return self.find_cycles({indices[id(tensor)]: targets[indices[id(tensor)]] for tensor in unreachable})
+
+    @disable_garbage_collection()
     def find_in_variables(self, storages: set[int]) -> set[int]:
         """Return those of `storages` that variables have, directly or indirectly, other than by a traceback."""
         tensors = self._find_tensors(dict.fromkeys(storages))
@@ -176,6 +194,7 @@ class HolderSearch:
         held = {key for holder in holders if any(name.owner is None for name in holder.names) for key in holder.tensors}
         return {tensors[key][1] for key in held}
 
+    @disable_garbage_collection()
     def find_running_sums(self, *, of_passes: bool = False) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`); with
         `of_passes` several micro-batches since the last step (`out, hidden = model(x, hidden)`)."""
