@@ -59,9 +59,16 @@ def find(context: Context) -> list[Finding]:
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     others = {index for holder in trace.error_holders for index in holder.storages}
     others |= find_growing_storages(context) | find_covered_storages(context)
+    if not _has_exited(trace):
+        others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
     groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))
     groups += _make_error_groups(trace)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
+
+
+def _has_exited(trace: Trace) -> bool:
+    """Return whether the program has come to its end: one that has not may use later what it has not used so far."""
+    return trace.facts.program is not None and trace.facts.program.ended == "exit"
 
 
 def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
@@ -124,8 +131,6 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
-    program = trace.facts.program
-    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
     fix = "delete the model and its optimizer, or move them to the host"
     if num_models > 1:
         each = sum(trace.storages[index].num_bytes for index in models) // num_models
@@ -133,7 +138,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     elif replaced:
         models = sorted(replaced)
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
-    elif num_models and has_ended and len(computing) >= MIN_MODEL_PHASES:
+    elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
         models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
