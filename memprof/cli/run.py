@@ -41,6 +41,10 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
     """Options of `memprof run`: for the script, and for its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
+    suggest_patch: bool = option(
+        False, "Fixes", "A diff of the script's own lines that takes the cause away: a copy with it is run; the script "
+        "stays as it is.",
+    )  # fmt: skip
     lengths: str | None = reuse_option("lengths", panel="")
 
     def build_spec(self) -> RunSpec:
@@ -97,6 +101,9 @@ def run(
     if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
         hint = "GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else "")
         raise UsageError("there is no such GPU", value=f"--gpu-index {request.shown_gpu}", hint=hint)
+    if request.suggest_patch and (is_search or request.ranks is not None or request.device != "virtual"):
+        hint = "leave out --ladder, --fix auto, --largest, --ranks and --device"
+        raise UsageError("a patch is tried in runs of one rank on the virtual GPU", value="--suggest-patch", hint=hint)
     if request.fix is not None and request.ladder:
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
@@ -115,7 +122,7 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     from memprof.script import EndReason
     from memprof.trace.events import FailureKind
 
-    old_threads = frozenset(threading.enumerate())
+    old_threads, folder = frozenset(threading.enumerate()), os.getcwd()
     with protect_streams(to_stderr=request.as_json):
         result = run_script(program, stop_rule, request.build_spec())
     outcome, document = result.outcome, result.document
@@ -136,6 +143,12 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
         elif not isinstance(outcome.error, MemprofError):
             report_error(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
+    if request.suggest_patch:
+        from memprof.flows.patch.suggest import suggest_patch
+
+        with Progress(quiet=request.quiet) as progress:
+            patch = suggest_patch(program, stop_rule, request.build_spec(), document, folder, progress)
+        document = dataclasses.replace(document, patch=patch)
     request.print_run(result.trace, document)
     code = int(ExitCode.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or choose_exit_code(document)
     if outcome.ended is not EndReason.EXIT:

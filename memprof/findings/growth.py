@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
@@ -290,6 +291,17 @@ def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)
+
+
+def make_keep_edit(trace: Trace, holder: Holder | None, kind: EditKind | None) -> Edit | None:
+    """Return the edit of the line that fills `holder`; None if that line is not known. With the kind None, numbers are
+    kept if `holder` has tensors of one element alone, else tensors without their graph."""
+    if holder is None or holder.source is None or not holder.fills or holder.kind in set(CycleKind):
+        return None
+    if kind is None:
+        is_number = all(not trace.storages[index].shape for index in holder.storages)
+        kind = EditKind.KEEP_NUMBER if is_number else EditKind.KEEP_DETACHED
+    return Edit(kind, holder.source, holder.name)
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
@@ -42,6 +43,7 @@ class _Group(NamedTuple):
     source: str | None  # the line that fills the holder, or assigns to the variable, or makes the call
     storages: list[int]
     is_model: bool = False
+    edit: Edit | None = None  # the change of the program that `fix` is
 
 
 @rule(55)
@@ -219,7 +221,9 @@ def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Gr
         if is_variable
         else f"drop the tensors of `{holder.name}` after their use"
     )
-    return _Group(_format_holder(holder), f"{load_fix}, or {fix}" if load_fix else fix, holder.source, storages)
+    fix = f"{load_fix}, or {fix}" if load_fix else fix
+    edit = Edit(EditKind.DELETE, holder.source, variable) if is_variable and holder.source is not None else None
+    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit)
 
 
 def _format_holder(holder: Holder) -> str:
@@ -258,7 +262,8 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept
-    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive(context, needs))
+    decisive = is_decisive(context, needs)
+    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit)
 
 
 def _format_last_use(context: Context, event: int) -> str:

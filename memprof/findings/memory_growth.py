@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 
+from memprof.findings.edits import EditKind
 from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
@@ -18,6 +19,7 @@ from memprof.findings.growth import (
     holder_fix_evidence,
     is_of_model,
     leak_evidence,
+    make_keep_edit,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
@@ -96,9 +98,8 @@ def _make_finding(
         evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
-    evidence.append(
-        _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0))
-    )
+    kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
+    evidence.append(_make_fix_evidence(holder, kept))
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -111,7 +112,13 @@ def _make_finding(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
+        edit=make_keep_edit(trace, holder, _choose_edit(kept)),
     )
+
+
+def _choose_edit(kept_bytes: int) -> EditKind | None:
+    """Return the kind of edit of what adds so many bytes even without the autograd graph; None if those are few."""
+    return EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None
 
 
 def _grade(bytes_per_round: int, *, is_cause: bool) -> Severity:
@@ -136,13 +143,16 @@ def _make_finding_until_peak(
         return None
     evidence = [] if growth.unit == CALL and holder is None else [holder_evidence(holder)]
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
+    edit = None
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context.ledger.trace))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
+        edit = make_keep_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
+        edit = make_keep_edit(context.ledger.trace, holder, _choose_edit(per_round))
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
         f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
@@ -155,6 +165,7 @@ def _make_finding_until_peak(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
+        edit=edit,
     )
 
 

@@ -1,0 +1,32 @@
+"""Edits of a program: the change of one place in its source that a finding's fix is, where the fix is that local.
+
+`flows/patch/` makes the change in the text of the file, if the place is one that it can change safely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EditKind(StrEnum):
+    """What an edit changes; the value says it, with the edit's name for `{}`."""
+
+    DELETE = "`del {}` after its last use"
+    KEEP_NUMBER = "keep numbers (.item()) in `{}`"
+    KEEP_DETACHED = "keep tensors without their graph (.detach()) in `{}`"
+    KEEP_ON_HOST = "keep tensors in host memory (.detach().cpu()) in `{}`"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """The change of a program that takes away the cause of a finding."""
+
+    kind: EditKind
+    source: str  # `file:line function` of the line to change, or that shows the place to change
+    name: str = ""  # the variable or attribute, as in `Holder.name`
+
+    @property
+    def text(self) -> str:
+        """Return what is changed, for display."""
+        return self.kind.value.format(self.name)
