@@ -16,6 +16,16 @@ class EditKind(StrEnum):
     KEEP_NUMBER = "keep numbers (.item()) in `{}`"
     KEEP_DETACHED = "keep tensors without their graph (.detach()) in `{}`"
     KEEP_ON_HOST = "keep tensors in host memory (.detach().cpu()) in `{}`"
+    KEEP_OUTPUTS_ON_HOST = "keep tensors in host memory (.cpu()) in `{}`"
+    LOAD_ON_HOST = 'torch.load(..., map_location="cpu")'
+    KEEP_ERROR_TEXT = "keep the text of the error in `{}`"
+    RETRY_AFTER_HANDLER = "retry after the `except` block"
+    FREE_GRADIENTS = "zero_grad(set_to_none=True) right after the optimizer's step"
+    NO_GRADIENTS = "call it under torch.no_grad()"
+    TAKE_GRADIENT = (
+        "torch.autograd.grad(..., create_graph=True) instead of backward(), which also gives parameters a .grad"
+    )
+    SAVE_FOR_BACKWARD = "ctx.save_for_backward(...) instead of ctx.{}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.edits import EditKind
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
@@ -37,6 +37,9 @@ _CYCLE_FIXES = {
     CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
     "only when Python's garbage collector happens to run (gc.collect())",
 }
+
+
+_CYCLE_EDITS = {CycleKind.GRAD: EditKind.TAKE_GRADIENT, CycleKind.CTX: EditKind.SAVE_FOR_BACKWARD}
 
 
 @rule(50)
@@ -112,13 +115,17 @@ def _make_finding(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=make_keep_edit(trace, holder, _choose_edit(kept)),
+        edit=_make_edit(trace, holder, kept),
     )
 
 
-def _choose_edit(kept_bytes: int) -> EditKind | None:
-    """Return the kind of edit of what adds so many bytes even without the autograd graph; None if those are few."""
-    return EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None
+def _make_edit(trace: Trace, holder: Holder | None, kept_bytes: int) -> Edit | None:
+    """Return the edit of the line that fills `holder`, or closes its cycle; None if there is none. `kept_bytes`: what a
+    step adds even without the autograd graph."""
+    if holder is not None and holder.source is not None and holder.kind in _CYCLE_EDITS:
+        attribute = holder.name.removeprefix("ctx.").partition(" ")[0]
+        return Edit(_CYCLE_EDITS[CycleKind(holder.kind)], holder.source, attribute)
+    return make_keep_edit(trace, holder, EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None)
 
 
 def _grade(bytes_per_round: int, *, is_cause: bool) -> Severity:
@@ -152,7 +159,7 @@ def _make_finding_until_peak(
         edit = make_keep_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
-        edit = make_keep_edit(context.ledger.trace, holder, _choose_edit(per_round))
+        edit = _make_edit(context.ledger.trace, holder, per_round)
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
         f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"

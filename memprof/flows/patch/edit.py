@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from memprof.findings.edits import Edit, EditKind
+from memprof.flows.patch.cycles import save_for_backward, take_gradient
 from memprof.flows.patch.deletion import delete_after_last_use
+from memprof.flows.patch.enclosing import call_without_gradients, retry_after_handler
 from memprof.flows.patch.kept_values import keep_less
-from memprof.flows.patch.source import Source, parse_source
+from memprof.flows.patch.source import Change, Source, parse_source
+from memprof.flows.patch.statements import free_gradients, keep_error_text, load_on_host
 
 
 def edit_source(text: str, edit: Edit) -> str:
     """Return the text of a file after `edit`. Raises NoPatchError: it cannot be made safely."""
-    source, (_, line) = Source(text), parse_source(edit.source)
-    if edit.kind is EditKind.DELETE:
-        changes = delete_after_last_use(source, line, edit.name)
-    else:
-        changes = keep_less(source, line, edit.name, edit.kind)
-    return source.change(changes)
+    source = Source(text)
+    return source.change(_list_changes(source, edit))
+
+
+def _list_changes(source: Source, edit: Edit) -> list[Change]:
+    _, line = parse_source(edit.source)
+    match edit.kind:
+        case EditKind.DELETE:
+            return delete_after_last_use(source, line, edit.name)
+        case EditKind.LOAD_ON_HOST:
+            return load_on_host(source, line)
+        case EditKind.KEEP_ERROR_TEXT:
+            return keep_error_text(source, line, edit.name)
+        case EditKind.RETRY_AFTER_HANDLER:
+            return retry_after_handler(source, line)
+        case EditKind.FREE_GRADIENTS:
+            return free_gradients(source)
+        case EditKind.NO_GRADIENTS:
+            return call_without_gradients(source, line)
+        case EditKind.TAKE_GRADIENT:
+            return take_gradient(source, line)
+        case EditKind.SAVE_FOR_BACKWARD:
+            return save_for_backward(source, line, edit.name)
+        case _:
+            return keep_less(source, line, edit.name, edit.kind)

@@ -13,6 +13,7 @@ _SUFFIXES = {
     EditKind.KEEP_NUMBER: ".item()",
     EditKind.KEEP_DETACHED: ".detach()",
     EditKind.KEEP_ON_HOST: ".detach().cpu()",
+    EditKind.KEEP_OUTPUTS_ON_HOST: ".cpu()",
 }
 _NUMBERS = ("item", "tolist", "float", "int", "len")  # functions and methods whose results are no tensors
 
@@ -24,7 +25,7 @@ def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Chan
     """
     variable = name.partition("[")[0].rpartition(".")[2]
     statements = source.list_statements(line)
-    values = [value for one in statements for value in _find_values(one, variable)]
+    values = [value for one in statements for value in find_values(one, variable)]
     earlier = [value for one in statements for value in _find_earlier(one, variable)]
     if not values and not earlier:
         raise NoPatchError(f"line {line} does not show what it adds to `{name}`")
@@ -38,7 +39,7 @@ def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Chan
     return changes + [change for value in earlier for change in _add_suffix(source, value, detached)]
 
 
-def _find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
+def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
     """Yield the expressions that `statement` adds to the variable or attribute."""
     if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
         function = call.func
@@ -58,7 +59,7 @@ def _find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
 def _find_earlier(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
     """Yield where `statement`, which computes the variable from its earlier value, and adds nothing, reads that."""
     parts = _split_assignment(statement, variable)
-    if parts is not None and next(_find_values(statement, variable), None) is None:
+    if parts is not None and next(find_values(statement, variable), None) is None:
         tested = {part for node in ast.walk(parts[0]) if isinstance(node, ast.Compare) for part in ast.walk(node)}
         yield from (node for node in parts[1] if node not in tested)
 

@@ -66,6 +66,16 @@ class Source:
         """Return the position of a line and of its UTF-8 bytes before it, as the syntax tree counts them."""
         return self._begins[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
+    def walk(self) -> Iterator[ast.AST]:
+        """Yield all nodes of the file."""
+        return ast.walk(self.tree)
+
+    def check_name(self, module: str) -> None:
+        """Raise NoPatchError unless the file imports `module` by its own name."""
+        imports = (alias for node in self.walk() if isinstance(node, ast.Import) for alias in node.names)
+        if not any(alias.name.partition(".")[0] == module and alias.asname is None for alias in imports):
+            raise NoPatchError(f"the file does not import {module} by this name")
+
     def iterate_parents(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield what `node` is part of, the innermost first."""
         while (parent := self._parents.get(node)) is not None:
@@ -89,11 +99,14 @@ class Source:
         ]
         return sorted(found, key=lambda node: -node.lineno)
 
+    def list_blocks(self) -> list[list[ast.stmt]]:
+        """Return the blocks of the file: lists of statements."""
+        fields = [value for node in self.walk() for _, value in ast.iter_fields(node)]
+        return [value for value in fields if isinstance(value, list) and value and isinstance(value[0], ast.stmt)]
+
     def find_block(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the statements of the block that `statement` is one of."""
-        parent = self._parents[statement]
-        blocks = (value for _, value in ast.iter_fields(parent) if isinstance(value, list))
-        return next(block for block in blocks if statement in block)
+        return next(block for block in self.list_blocks() if statement in block)
 
     def insert_after(self, statement: ast.stmt, text: str) -> Change:
         """Return the change that adds a line with `text` after `statement`, in its block.
@@ -102,13 +115,30 @@ class Source:
         """
         if isinstance(statement, _NO_FOLLOWING):
             raise NoPatchError(f"line {statement.lineno} leaves the block")
-        indent, end = self.read_indent(statement), self.end(statement)
-        line_end = self._begins[statement.end_lineno or statement.lineno] - 1
+        end = self._find_end_of_line(statement)
+        return Change(end, end, f"{self._newline}{self.read_indent(statement)}{text}")
+
+    def _find_end_of_line(self, statement: ast.stmt) -> int:
+        """Return the position of the end of the line with the end of `statement`. Raises NoPatchError: another one
+        follows in that line."""
+        end, line_end = self.end(statement), self._begins[statement.end_lineno or statement.lineno] - 1
         rest = self.text[end:line_end].strip()
         if rest and not rest.startswith("#"):
             raise NoPatchError(f"line {statement.end_lineno} has several statements")
-        line_end -= self.text[end:line_end].endswith("\r")
-        return Change(line_end, line_end, f"{self._newline}{indent}{text}")
+        return line_end - self.text[end:line_end].endswith("\r")
+
+    def indent(self, statement: ast.stmt, header: str) -> list[Change]:
+        """Return the changes that put `statement` into a block that begins with the line `header`. Raises NoPatchError:
+        `statement` is not written as lines, or has a text of several lines, which would change."""
+        texts = (node for node in ast.walk(statement) if isinstance(node, (ast.Constant, ast.JoinedStr)))
+        if any(node.lineno != node.end_lineno for node in texts):
+            raise NoPatchError(f"line {statement.lineno} has a text of several lines")
+        self._find_end_of_line(statement)
+        step = "\t" if "\t" in self.read_indent(statement) else "    "
+        lines = range(statement.lineno - 1, statement.end_lineno or statement.lineno)
+        begins = [self._begins[line] for line in lines if self._lines[line].strip()]
+        first = Change(begins[0], begins[0], self.insert_before(statement, header).text + step)
+        return [first, *(Change(begin, begin, step) for begin in begins[1:])]
 
     def insert_before(self, statement: ast.stmt, text: str) -> Change:
         """Return the change that adds a line with `text` before `statement`, in its block. Raises NoPatchError: the
