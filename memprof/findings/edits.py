@@ -13,10 +13,10 @@ class EditKind(StrEnum):
     """What an edit changes; the value says it, with the edit's name for `{}`."""
 
     DELETE = "`del {}` after its last use"
-    KEEP_NUMBER = "keep numbers (.item()) in `{}`"
-    KEEP_DETACHED = "keep tensors without their graph (.detach()) in `{}`"
-    KEEP_ON_HOST = "keep tensors in host memory (.detach().cpu()) in `{}`"
-    KEEP_OUTPUTS_ON_HOST = "keep tensors in host memory (.cpu()) in `{}`"
+    KEEP_NUMBER = "keep a number in `{}`, or a tensor without its graph"
+    KEEP_DETACHED = "keep tensors without their graph in `{}`"
+    KEEP_ON_HOST = "keep less on the GPU in `{}`"
+    KEEP_OUTPUTS_ON_HOST = "keep outputs in host memory in `{}`"
     LOAD_ON_HOST = 'torch.load(..., map_location="cpu")'
     KEEP_ERROR_TEXT = "keep the text of the error in `{}`"
     RETRY_AFTER_HANDLER = "retry after the `except` block"

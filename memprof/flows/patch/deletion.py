@@ -46,6 +46,8 @@ def _find_uses(source: Source, line: int, name: str) -> list[ast.Name]:
     statement = next(iter(source.list_statements(line)), source.tree)
     is_function = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
     scope = statement if is_function else source.find_scope(statement)
+    if scope is source.tree and not source.is_script:
+        raise NoPatchError(f"`{name}` is a module's, which other files may read")
     names = [node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.id == name]
     for function in {source.find_scope(node) for node in names} - {scope}:
         own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}

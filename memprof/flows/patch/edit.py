@@ -11,9 +11,12 @@ from memprof.flows.patch.source import Change, Source, parse_source
 from memprof.flows.patch.statements import free_gradients, keep_error_text, load_on_host
 
 
-def edit_source(text: str, edit: Edit) -> str:
-    """Return the text of a file after `edit`. Raises NoPatchError: it cannot be made safely."""
-    source = Source(text)
+def edit_source(text: str, edit: Edit, *, is_script: bool = True) -> str:
+    """Return the text of a file after `edit`. `is_script`: whether no other file imports it, and reads its variables.
+
+    Raises NoPatchError: the edit cannot be made safely.
+    """
+    source = Source(text, is_script=is_script)
     return source.change(_list_changes(source, edit))
 
 

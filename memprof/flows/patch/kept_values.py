@@ -35,16 +35,27 @@ def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Chan
     needs_tensors = any(map(_needs_tensor, parents))
     suffix = _SUFFIXES[EditKind.KEEP_DETACHED if kind is EditKind.KEEP_NUMBER and needs_tensors else kind]
     changes = [change for value in values for change in _add_suffix(source, value, suffix)]
-    detached = _SUFFIXES[EditKind.KEEP_DETACHED]
-    return changes + [change for value in earlier for change in _add_suffix(source, value, detached)]
+    for value in earlier:
+        changes += _detach_earlier(source, value, is_tuple="[" in name)
+    return list(dict.fromkeys(changes))
+
+
+def _detach_earlier(source: Source, value: ast.expr, *, is_tuple: bool) -> list[Change]:
+    """Return the changes that detach a variable from which its statement computes the next value: where it is read; if
+    the statement assigns to others too, at the end of the block."""
+    statement, detached = source.find_statement(value), _SUFFIXES[EditKind.KEEP_DETACHED]
+    if not _assigns_several(statement):
+        return list(_add_suffix(source, value, detached))
+    text = source.read(value)
+    new = f"tuple(part{detached} for part in {text})" if is_tuple else f"{text}{detached}"
+    return [source.insert_after(source.find_block(statement)[-1], f"{text} = {new}")]
 
 
 def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
     """Yield the expressions that `statement` adds to the variable or attribute."""
-    if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
-        function = call.func
-        is_filling = isinstance(function, ast.Attribute) and function.attr in _FILLING_METHODS
-        if is_filling and call.args and _find_variable(function.value) == variable:
+    if isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call) and call.args:
+        method = call.func if isinstance(call.func, ast.Attribute) else None
+        if method and method.attr in _FILLING_METHODS and _find_variable(method.value) == variable:
             yield call.args[-1]
     elif isinstance(statement, ast.AugAssign) and _find_variable(statement.target) == variable:
         yield statement.value
@@ -52,7 +63,7 @@ def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
         value, reads = parts
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and value.left in reads:
             yield value.right
-        elif not reads:
+        elif not reads and not _assigns_several(statement):
             yield value
 
 
@@ -69,11 +80,16 @@ def _split_assignment(statement: ast.stmt, variable: str) -> tuple[ast.expr, lis
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
         return None
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    targets = [part for one in targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
     target = next((one for one in targets if _find_variable(one) == variable), None)
     if target is None:
         return None
     text, value = ast.unparse(target), statement.value
     return value, [node for node in ast.walk(value) if isinstance(node, ast.expr) and ast.unparse(node) == text]
+
+
+def _assigns_several(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple)
 
 
 def _find_variable(node: ast.expr) -> str:
@@ -124,6 +140,10 @@ def _add_suffix(source: Source, value: ast.expr, suffix: str) -> Iterator[Change
             yield from _add_suffix(source, part, suffix)
     elif isinstance(value, (ast.ListComp, ast.SetComp)):
         yield from _add_suffix(source, value.elt, suffix)
+    elif isinstance(value, ast.Call) and "state_dict()" in source.read(value):
+        suffix = suffix.removeprefix(_SUFFIXES[EditKind.KEEP_DETACHED])  # a state dict has no graph
+        yield Change(source.begin(value), source.begin(value), f"{{name: value{suffix} for name, value in ")
+        yield Change(source.end(value), source.end(value), ".items()}")
     elif isinstance(value, ast.IfExp):
         yield from _add_suffix(source, value.body, suffix)
         yield from _add_suffix(source, value.orelse, suffix)

@@ -28,8 +28,8 @@ class Source:
     Raises NoPatchError: the text is not of this Python.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, *, is_script: bool = True) -> None:
+        self.text, self.is_script = text, is_script
         try:
             self.tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError) as error:

@@ -17,6 +17,7 @@ from memprof.findings.edits import Edit
 from memprof.flows.patch.edit import edit_source
 from memprof.flows.patch.process import run_patched
 from memprof.flows.patch.source import NoPatchError, parse_source
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.patch import PatchedNeed, SuggestedPatch
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -42,7 +43,9 @@ def suggest_patch(
         file, _ = parse_source(edit.source)
         description = f"{short_source(edit.source)}: {edit.text}"
         try:
-            changed = {**texts, **_change_file(os.path.join(folder, file), edit, texts)}
+            path = os.path.realpath(os.path.join(folder, file))
+            is_script = path in {os.path.realpath(os.path.join(folder, word)) for word in program.command}
+            changed = {**texts, path: edit_source(texts.get(path) or _read_own_file(path), edit, is_script=is_script)}
             if num_runs == MAX_RUNS:
                 raise NoPatchError(f"{MAX_RUNS} copies have been run")
             num_runs += 1
@@ -54,7 +57,7 @@ def suggest_patch(
                 f"{description}: {error if value is None else f'the patched program fails: {value}'}"
             )
             continue
-        tried[file, edit.text] = f"{description}: the patched program needs as much"
+        tried[file, edit.text] = f"{description}: {_describe_failure(patched)}"
         if _is_better(patched, current):
             current, texts = patched, changed
             changes.append(description)
@@ -72,16 +75,14 @@ def _find_edit(report: Report, tried: Mapping[tuple[str, str], str]) -> Edit | N
     return next((edit for edit in edits if (parse_source(edit.source)[0], edit.text) not in tried), None)
 
 
-def _change_file(file: str, edit: Edit, texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's real path, with its text after `edit`. Raises NoPatchError: it cannot be changed safely."""
-    path = os.path.realpath(file)
+def _read_own_file(path: str) -> str:
+    """Return the text of a file of the program. Raises NoPatchError: it is a library's, or cannot be read."""
     if "-packages" in path:
         raise NoPatchError("the line is a library's")
     try:
-        text = texts[path] if path in texts else Path(path).read_bytes().decode()
+        return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise NoPatchError("the file cannot be read") from error
-    return {path: edit_source(text, edit)}
 
 
 def _name_as_run(texts: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -92,7 +93,7 @@ def _name_as_run(texts: Mapping[str, str], folder: str) -> dict[str, str]:
 def _read_need(report: Report) -> PatchedNeed:
     verdict, peak = report.verdict, report.peak
     runs_out = None if verdict.growth is None else verdict.growth.runs_out_step
-    oom_step = verdict.oom_step if verdict.oom_step is not None else None if verdict.fits else runs_out
+    oom_step = None if verdict.fits else verdict.oom_step or runs_out
     return PatchedNeed(verdict.fits, peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes, oom_step)
 
 
@@ -107,6 +108,14 @@ def _is_better(patched: Report, before: Report) -> bool:
     if not new.fits and (new.oom_step or 0) != (old.oom_step or 0):
         return (new.oom_step or 0) > (old.oom_step or 0)
     return new.required_bytes < old.required_bytes
+
+
+def _describe_failure(patched: Report) -> str:
+    """Return why a patch that was run does not help."""
+    verdict = patched.verdict
+    if verdict.fits or verdict.oom_stage is None:
+        return "the patched program needs as much"
+    return f"the patched program runs out of memory too, in {format_stage(verdict.oom_stage, verdict.oom_step or 0)}"
 
 
 def make_diff(texts: Mapping[str, str], folder: str) -> str:

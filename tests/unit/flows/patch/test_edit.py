@@ -105,6 +105,11 @@ def test_not_deleted(name):
         edit(DELETE, text)
 
 
+def test_a_variable_of_a_module_is_not_deleted():
+    with pytest.raises(NoPatchError, match="other files may read"):
+        edit_source("x = f()\ng(x)\n", Edit(DELETE, "file.py:1 <module>", "x"), is_script=False)
+
+
 KEPT = {
     "a number": (NUMBER, "x.append(loss)  # <-\nprint(sum(x) / len(x))\n", "loss)", "loss.item())"),
     "a method's results": (NUMBER, "x.append(loss)  # <-\nprint(x[-1].item())\n", "loss)", "loss.detach())"),
@@ -142,3 +147,232 @@ def test_not_kept(name):
     text, reason = NOT_KEPT[name]
     with pytest.raises(NoPatchError, match=reason):
         edit(NUMBER, text)
+
+
+def test_a_carried_tuple():
+    text = "for x in r:\n    out, h = lstm(x, h)  # <-\n    out.sum().backward()\n"
+    detached = "    h = tuple(part.detach() for part in h)\n"
+    assert edit(DETACHED, text, "h[0]") == text.replace("  # <-", "") + detached
+
+
+def test_a_state_dict():
+    text = "x[i] = copy.deepcopy(model.state_dict())  # <-\n"
+    kept = "x[i] = {name: value.cpu() for name, value in copy.deepcopy(model.state_dict()).items()}\n"
+    assert edit(HOST, text) == kept
+
+
+LOADED = {
+    "without": ("x = torch.load(path)  # <-\n", 'x = torch.load(path, map_location="cpu")\n'),
+    "with another": (
+        "x = torch.load(path, map_location=device, weights_only=True)  # <-\n",
+        'x = torch.load(path, map_location="cpu", weights_only=True)\n',
+    ),
+    "by position": ("x = torch.load(path, 'cuda')['model']  # <-\n", "x = torch.load(path, \"cpu\")['model']\n"),
+    "several lines": (
+        "x = torch.load(  # <-\n    path,\n)\n",
+        'x = torch.load(\n    path,\nmap_location="cpu")\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_loaded_to_the_host(name):
+    check(EditKind.LOAD_ON_HOST, *LOADED[name])
+
+
+ERRORS = {
+    "in a list": ("errors.append(error)  # <-", "errors.append(str(error))"),
+    "in a tuple": ("errors.append((size, error))  # <-", "errors.append((size, str(error)))"),
+    "in a dict": ("errors[size] = error  # <-", "errors[size] = str(error)"),
+    "in a variable": ("errors = error  # <-", "errors = str(error)"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_text_of_an_error(name):
+    before, after = (f"try:\n    f()\nexcept E as error:\n    {line}\nprint(errors)\n" for line in ERRORS[name])
+    check(EditKind.KEEP_ERROR_TEXT, before, after, "errors")
+
+
+def test_an_error_that_is_raised_again():
+    with pytest.raises(NoPatchError, match="raised again"):
+        edit(EditKind.KEEP_ERROR_TEXT, "try:\n    f()\nexcept E as e:\n    x = e  # <-\nif x:\n    raise x\n")
+
+
+def test_gradients_are_freed_after_the_step():
+    check(
+        EditKind.FREE_GRADIENTS,
+        """
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).backward()  # <-
+            scaler.step(optimizer)  # so
+            scheduler.step()
+        """,
+        """
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).backward()
+            scaler.step(optimizer)  # so
+            optimizer.zero_grad(set_to_none=True)
+            scheduler.step()
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("o.zero_grad()\nf()  # <-\no.step()\nprint(p.grad)\n", "gradients are read"),
+        ("o.zero_grad()\nif c:  # <-\n    o.step()\n", "no block calls both"),
+    ],
+)
+def test_gradients_that_are_not_freed(text, reason):
+    with pytest.raises(NoPatchError, match=reason):
+        edit(EditKind.FREE_GRADIENTS, text)
+
+
+WITHOUT_GRADIENTS = {
+    "a loop": (
+        "import torch\nfor x in r:\n    y = m(x)  # <-\n\n    f(y)\nh()\n",
+        "import torch\nwith torch.no_grad():\n    for x in r:\n        y = m(x)\n\n        f(y)\nh()\n",
+    ),
+    "a function": (
+        "import torch\nclass A:\n    @staticmethod\n    def a():\n        for x in r:\n            m(x)  # <-\n",
+        "import torch\nclass A:\n    @staticmethod\n    @torch.no_grad()\n    def a():\n        for x in r:\n"
+        "            m(x)\n",
+    ),
+    "in a training loop": (
+        "import torch\nfor e in r:\n\tm(e).backward()\n\tif c:\n\t\ty = m(x)  # <-\n\tf()\n",
+        "import torch\nfor e in r:\n\tm(e).backward()\n\twith torch.no_grad():\n\t\tif c:\n\t\t\ty = m(x)\n\tf()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_called_without_gradients(name):
+    check(EditKind.NO_GRADIENTS, *WITHOUT_GRADIENTS[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("from torch import nn\nm(x)  # <-\n", "does not import torch"),
+        ("import torch\nfor x in r:\n    m(x)  # <-\n    f('''a\n    b''')\n", "several lines"),
+        ("import torch\nm(x).backward()  # <-\n", "trains as well"),
+        ("import torch\nfor x in r: m(x)  # <-\nasync def f(): m(x)\n", None),
+        ("import torch\nf(); m(x)  # <-\n", "several statements"),
+    ],
+)
+def test_not_called_without_gradients(text, reason):
+    if reason is None:
+        assert "    for x in r: m(x)" in edit(EditKind.NO_GRADIENTS, text)
+        return
+    with pytest.raises(NoPatchError, match=reason):
+        edit(EditKind.NO_GRADIENTS, text)
+
+
+RETRIED = {
+    "alone": (
+        "try:\n    f(a)\nexcept E:\n    # smaller\n    f(b)  # <-\n    g()\nh()\n",
+        "ran_out_of_memory = False\ntry:\n    f(a)\nexcept E:\n    # smaller\n    ran_out_of_memory = True\n"
+        "if ran_out_of_memory:\n    f(b)\n    g()\nh()\n",
+    ),
+    "after a test of the error": (
+        "while c:\n    try:\n        f(a)\n    except E as e:\n        if 'memory' not in str(e):\n            raise\n"
+        "        f(b)  # <-\n",
+        "while c:\n    ran_out_of_memory = False\n    try:\n        f(a)\n    except E as e:\n"
+        "        if 'memory' not in str(e):\n            raise\n        ran_out_of_memory = True\n"
+        "    if ran_out_of_memory:\n        f(b)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETRIED)
+def test_retried_after_the_handler(name):
+    check(EditKind.RETRY_AFTER_HANDLER, *RETRIED[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("try:\n    f(a)\nexcept E:\n    f(b)  # <-\nfinally:\n    g()\n", "another block"),
+        ("try:\n    f(a)\nexcept E:\n    f(b)  # <-\nexcept G:\n    g()\n", "another block"),
+        ("try:\n    f(a)\nexcept E as e:\n    f(b, e)  # <-\n", "reads the error"),
+        ("try:\n    f(a)\nexcept E:\n    try:\n        f(b)  # <-\n    except G:\n        raise\n", "reads the error"),
+        ("try:\n    f(a)\nexcept E: f(b)  # <-\n", "several statements"),
+        ("f(b)  # <-\n", "in no `except` block"),
+    ],
+)
+def test_not_retried(text, reason):
+    with pytest.raises(NoPatchError, match=reason):
+        edit(EditKind.RETRY_AFTER_HANDLER, text)
+
+
+def test_the_gradient_is_taken():
+    check(
+        EditKind.TAKE_GRADIENT,
+        """
+        import torch
+        def penalty(x):
+            critic(x).sum().backward(create_graph=True)  # <-
+            return x.grad.norm() + x.grad.sum()
+        """,
+        """
+        import torch
+        def penalty(x):
+            x_grad = torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]
+            return x_grad.norm() + x_grad.sum()
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import torch\nl.backward(create_graph=True)  # <-\nf([p.grad for p in ps], x.grad)\n", "not the .grad"),
+        ("import torch\nl.backward(g, create_graph=True)  # <-\nf(x.grad)\n", "other arguments"),
+        ("import torch\nf(l)  # <-\n", "no call of backward"),
+    ],
+)
+def test_a_gradient_that_is_not_taken(text, reason):
+    with pytest.raises(NoPatchError, match=reason):
+        edit(EditKind.TAKE_GRADIENT, text)
+
+
+FUNCTION = "class F(Function):\n    def forward(ctx, x):\n{}    def backward(ctx, g):\n{}"
+SAVED = {
+    "a result": (
+        ("        ctx.y = x.exp()  # <-\n        return ctx.y\n", "        return g * ctx.y\n"),
+        (
+            "        y = x.exp()\n        ctx.save_for_backward(y)\n        return y\n",
+            "        return g * ctx.saved_tensors[0]\n",
+        ),
+    ),
+    "a variable": (
+        ("        z = x.exp()\n        ctx.y = z  # <-\n        return z\n", "        return g * ctx.y\n"),
+        (
+            "        z = x.exp()\n        ctx.save_for_backward(z)\n        return z\n",
+            "        return g * ctx.saved_tensors[0]\n",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_for_the_backward(name):
+    before, after = (FUNCTION.format(*methods) for methods in SAVED[name])
+    check(EditKind.SAVE_FOR_BACKWARD, before, after, "y")
+
+
+@pytest.mark.parametrize(
+    ("methods", "reason"),
+    [
+        (("        ctx.save_for_backward(x)\n        ctx.y = x + 1  # <-\n", "        return g\n"), "already"),
+        (("        ctx.y = x + 1  # <-\n        ctx.y = x\n", "        return g\n"), "several places"),
+        (("        y = 1\n        ctx.y = x + y  # <-\n", "        return g\n"), "a variable as well"),
+    ],
+)
+def test_not_saved_for_the_backward(methods, reason):
+    with pytest.raises(NoPatchError, match=reason):
+        edit(EditKind.SAVE_FOR_BACKWARD, FUNCTION.format(*methods), "y")
