@@ -39,6 +39,7 @@ PATCHES = {
     "planted/programs/held_by_code/module_attribute": "self.maps.append(weights.detach().cpu())",
     "reports/programs/diffusers_10350": "with torch.no_grad():",
     "reports/programs/fms_fsdp_152": "        del output",
+    "reports/programs/lightning_7335": "errors.append(str(error))",
     "reports/programs/nemo_rl_1147": "    optimizer.zero_grad(set_to_none=True)",
     "reports/programs/pinot_23": "{name: value.cpu() for name, value in copy.deepcopy(self.net.state_dict()).items()}",
     "reports/programs/pytorch_2198": "hidden = tuple(part.detach() for part in hidden)",
