@@ -35,7 +35,7 @@ PATCHES = {
     "planted/programs/graphs/create_graph_cycle": "x_grad.norm(2).backward()",
     "planted/programs/graphs/hidden_state": "state = cell(x, state.detach())",
     "planted/programs/graphs/smoothed_auxiliary_loss": "else 0.9 * average.detach() + 0.1 * auxiliary",
-    "planted/programs/held_by_code/metric_clones_its_list": "[value.clone().detach().cpu() for value in self.values]",
+    "planted/programs/held_by_code/metric_clones_its_list": "metric.update(y.detach().cpu())",
     "planted/programs/held_by_code/module_attribute": "self.maps.append(weights.detach().cpu())",
     "reports/programs/diffusers_10350": "with torch.no_grad():",
     "reports/programs/fms_fsdp_152": "        del output",

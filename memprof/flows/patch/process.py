@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.errors import MemprofError
 from memprof.flows.account import analyze
+from memprof.flows.patch.source import NoPatchError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
@@ -33,7 +33,7 @@ class PatchedRun:
 def run_patched(program: Program, rule: StopRule, spec: RunSpec, texts: dict[str, str], folder: str) -> Report:
     """Return the report on `program` in `folder`, with `texts` instead of what the files have.
 
-    Raises MemprofError: the program fails, or puts nothing on the GPU.
+    Raises NoPatchError: the program fails, or puts nothing on the GPU.
     """
     with tempfile.TemporaryDirectory(prefix="memprof-") as temporary:
         capture = Path(temporary) / "run.memprof"
@@ -49,5 +49,6 @@ def run_patched(program: Program, rule: StopRule, spec: RunSpec, texts: dict[str
         trace = load_trace(capture) if capture.exists() else None
     facts = None if trace is None else trace.facts.program
     if trace is None or facts is None or facts.ended in [reason.value for reason in _FAILED]:
-        raise MemprofError("the patched program fails", value=lines[-1] if lines else f"exit code {process.returncode}")
+        reason = lines[-1] if lines else f"exit code {process.returncode}"
+        raise NoPatchError(f"the patched program fails: {reason}")
     return analyze(trace)

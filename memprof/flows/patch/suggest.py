@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from memprof.errors import MemprofError
+from memprof.findings import Severity
 from memprof.findings.edits import Edit
 from memprof.flows.patch.edit import edit_source
 from memprof.flows.patch.process import run_patched
@@ -21,7 +21,7 @@ from memprof.ledger.stages import format_stage
 from memprof.report.documents.patch import PatchedNeed, SuggestedPatch
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
-from memprof.script import Program, StopRule
+from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import short_source
 
 MAX_RUNS = 6  # of patched copies; each takes as long as the program's own run
@@ -37,37 +37,32 @@ def suggest_patch(
     current = report
     texts: dict[str, str] = {}  # by the real path of the file
     changes: list[str] = []
-    tried: dict[tuple[str, str], str] = {}  # (file, text of the edit) -> why it was not made
+    tried: dict[tuple[str, str], str] = {}  # (file, text of the edit) -> why it is no part of the patch; "": it is
     num_runs = 0
     while edit := _find_edit(current, tried):
-        file, _ = parse_source(edit.source)
-        description = f"{short_source(edit.source)}: {edit.text}"
+        file, description = parse_source(edit.source)[0], f"{short_source(edit.source)}: {edit.text}"
+        tried[file, edit.text] = ""
         try:
-            path = os.path.realpath(os.path.join(folder, file))
-            is_script = path in {os.path.realpath(os.path.join(folder, word)) for word in program.command}
-            changed = {**texts, path: edit_source(texts.get(path) or _read_own_file(path), edit, is_script=is_script)}
+            changed = {
+                **texts,
+                **_edit_file(os.path.realpath(os.path.join(folder, file)), edit, texts, program, folder),
+            }
             if num_runs == MAX_RUNS:
                 raise NoPatchError(f"{MAX_RUNS} copies have been run")
             num_runs += 1
             progress(f"running a copy with a change in {short_source(edit.source)}")
             patched = run_patched(program, rule, spec, {**changed, **_name_as_run(changed, folder)}, folder)
-        except (NoPatchError, MemprofError) as error:
-            value = getattr(error, "value", None)
-            tried[file, edit.text] = (
-                f"{description}: {error if value is None else f'the patched program fails: {value}'}"
-            )
+            _check_better(patched, current)
+        except NoPatchError as error:
+            tried[file, edit.text] = f"{description}: {error}"
             continue
-        tried[file, edit.text] = f"{description}: {_describe_failure(patched)}"
-        if _is_better(patched, current):
-            current, texts = patched, changed
-            changes.append(description)
-            tried[file, edit.text] = ""
-            if patched.verdict.fits and not report.verdict.fits:
-                break
+        current, texts = patched, changed
+        changes.append(description)
+        if patched.verdict.fits and not report.verdict.fits:
+            break
+    diff, reasons = make_diff(texts, folder), tuple(filter(None, tried.values()))
     after = _read_need(current) if changes else None
-    return SuggestedPatch(
-        make_diff(texts, folder), tuple(changes), _read_need(report), after, tuple(filter(None, tried.values()))
-    )
+    return SuggestedPatch(diff, tuple(changes), _read_need(report), after, reasons)
 
 
 def _find_edit(report: Report, tried: Mapping[tuple[str, str], str]) -> Edit | None:
@@ -75,14 +70,16 @@ def _find_edit(report: Report, tried: Mapping[tuple[str, str], str]) -> Edit | N
     return next((edit for edit in edits if (parse_source(edit.source)[0], edit.text) not in tried), None)
 
 
-def _read_own_file(path: str) -> str:
-    """Return the text of a file of the program. Raises NoPatchError: it is a library's, or cannot be read."""
+def _edit_file(path: str, edit: Edit, texts: Mapping[str, str], program: Program, folder: str) -> dict[str, str]:
+    """Return `path` with its text after `edit`. Raises NoPatchError: it is a library's file, or cannot be edited."""
     if "-packages" in path:
         raise NoPatchError("the line is a library's")
     try:
-        return Path(path).read_bytes().decode()
+        text = texts[path] if path in texts else Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise NoPatchError("the file cannot be read") from error
+    is_script = path in {os.path.realpath(os.path.join(folder, word)) for word in program.command}
+    return {path: edit_source(text, edit, is_script=is_script)}
 
 
 def _name_as_run(texts: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -97,25 +94,27 @@ def _read_need(report: Report) -> PatchedNeed:
     return PatchedNeed(verdict.fits, peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes, oom_step)
 
 
-def _is_better(patched: Report, before: Report) -> bool:
-    """Return whether a run fits that did not, comes further, or needs less, without an error that is new."""
+def _check_better(patched: Report, before: Report) -> None:
+    """Raise NoPatchError unless a run fits that did not, or comes further, or needs less, and does as much."""
     known = {finding.id for finding in before.findings}
-    if any(finding.severity.value == "error" and finding.id not in known for finding in patched.findings):
-        return False
-    new, old = _read_need(patched), _read_need(before)
-    if bool(new.fits) != bool(old.fits):
-        return bool(new.fits)
-    if not new.fits and (new.oom_step or 0) != (old.oom_step or 0):
-        return (new.oom_step or 0) > (old.oom_step or 0)
-    return new.required_bytes < old.required_bytes
-
-
-def _describe_failure(patched: Report) -> str:
-    """Return why a patch that was run does not help."""
-    verdict = patched.verdict
-    if verdict.fits or verdict.oom_stage is None:
-        return "the patched program needs as much"
-    return f"the patched program runs out of memory too, in {format_stage(verdict.oom_stage, verdict.oom_step or 0)}"
+    for finding in patched.findings:
+        if finding.severity is Severity.ERROR and finding.id not in known:
+            raise NoPatchError(f"the patched program has another error: {finding.title}")
+    program, old_program = patched.program, before.program
+    if program is not None and old_program is not None:
+        if program.exit_code not in (0, old_program.exit_code):
+            raise NoPatchError(f"the patched program ends with exit code {program.exit_code}")
+        if program.ended == EndReason.EXIT.value and program.steps < old_program.steps:
+            raise NoPatchError(f"the patched program ends after {program.steps} training steps")
+    new, old, verdict = _read_need(patched), _read_need(before), patched.verdict
+    comes_further = not old.fits and (bool(new.fits) or (new.oom_step or 0) > (old.oom_step or 0))
+    if comes_further:
+        return
+    if not new.fits and verdict.oom_stage is not None:
+        stage = format_stage(verdict.oom_stage, verdict.oom_step or 0)
+        raise NoPatchError(f"the patched program runs out of memory too, in {stage}")
+    if not new.fits or new.required_bytes >= old.required_bytes:
+        raise NoPatchError("the patched program needs as much")
 
 
 def make_diff(texts: Mapping[str, str], folder: str) -> str:
