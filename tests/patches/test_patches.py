@@ -26,6 +26,7 @@ PATCHES = {
     "patches/programs/loaded_to_the_gpu": 'state = torch.load(file, map_location="cpu")',
     "patches/programs/logits_of_the_last_batch": "    del logits",
     "patches/programs/losses_in_a_list": 'self.history["other"].append(self.helper(x).square().mean().item())',
+    "patches/programs/output_on_ctx": "ctx.save_for_backward(result)",
     "patches/programs/retry_in_the_handler": "    if ran_out_of_memory:",
     "planted/programs/containers/dict_by_step": "features_of[step] = features.detach().cpu()",
     "planted/programs/containers/list_of_outputs": "outputs.append(logits.detach().cpu())",
@@ -43,7 +44,6 @@ PATCHES = {
     "reports/programs/nemo_rl_1147": "    optimizer.zero_grad(set_to_none=True)",
     "reports/programs/pinot_23": "{name: value.cpu() for name, value in copy.deepcopy(self.net.state_dict()).items()}",
     "reports/programs/pytorch_2198": "hidden = tuple(part.detach() for part in hidden)",
-    "reports/programs/pytorch_25340": "ctx.save_for_backward(y)",
     "reports/programs/pytorch_27600": "    ran_out_of_memory = True",
     "reports/programs/pytorch_4661": "x_grad = torch.autograd.grad(critic(x).sum(), x, create_graph=True)[0]",
     "reports/programs/pytracking_313": "self.sum = self.sum + (value * count).item()",
@@ -89,3 +89,56 @@ def test_no_patch(name, tmp_path):
     patch = report["patch"]
     assert (patch["diff"], patch["changes"], patch["after"]) == ("", [], None)
     assert any(NOT_PATCHED[name] in reason for reason in patch["tried"]), patch
+
+
+METER = """
+class Meter:
+    def __init__(self):
+        self.outputs = []
+
+    def update(self, output):
+        self.outputs.append(output.detach())
+"""
+TRAIN = """
+import sys
+
+import torch
+
+from meters import Meter
+
+meter = Meter()
+model = torch.nn.Linear(4096, 4096, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(int(sys.argv[1])):
+    output = model(torch.randn(4096, 4096, device="cuda"))
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    meter.update(output)
+"""
+
+
+def test_an_imported_module(tmp_path):
+    (tmp_path / "meters.py").write_text(METER)
+    (tmp_path / "train.py").write_text(TRAIN)
+    options = ("--gpu-vram", "2", "--suggest-patch", "train.py", "60")
+    done = python("-m", "memprof", "run", *options, folder=tmp_path)
+    assert done.exit_code == 3
+    section = done.stdout.partition("Suggested patch (not applied)\n")[2]
+    assert "/meters.py:7: keep less on the GPU in `Meter.outputs`\n  peak 1." in section
+    assert " -> fits\n" in section.replace("\n  ", " ")
+    diff = [line for line in section.splitlines() if line.startswith(("+", "-"))]
+    assert diff == [
+        "--- a/meters.py",
+        "+++ b/meters.py",
+        "-        self.outputs.append(output.detach())",
+        "+        self.outputs.append(output.detach().cpu())",
+    ]
+    assert (tmp_path / "meters.py").read_text() == METER
+
+
+@pytest.mark.parametrize("option", [("--ladder",), ("--fix", "auto"), ("--ranks", "all"), ("--device", "cpu")])
+def test_what_a_patch_is_not_for(option, tmp_path):
+    done = python("-m", "memprof", "run", "--suggest-patch", *option, "train.py", folder=tmp_path)
+    assert done.exit_code == 2
+    assert "value: --suggest-patch" in done.stderr
