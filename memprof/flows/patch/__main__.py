@@ -29,4 +29,5 @@ def main() -> None:
     os._exit(0)  # the program's threads may still run
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ def delete_after_last_use(source: Source, line: int, name: str) -> list[Change]:
     loops = [one for one in (binding, *source.iterate_parents(binding)) if isinstance(one, _LOOPS)]
     first_of_loop = source.begin(loops[-1]) if loops else begin
     for use in uses:
-        position = source.begin(use)
+        position = source.begin(source.find_statement(use))
         is_other_value = position < first_of_loop or _reads_another(
             source, use, [one for one in bindings if source.begin(one) >= (end if position >= end else first_of_loop)]
         )

@@ -52,18 +52,24 @@ class Source:
 
     def begin(self, node: ast.AST) -> int:
         """Return the position of the first character of `node`, a statement or expression."""
-        return self._find_position(node.lineno, node.col_offset)  # type: ignore[attr-defined]
+        return self._find_position(node, node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
         """Return the position after the last character of `node`, a statement or expression."""
-        return self._find_position(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        return self._find_position(node, node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def read(self, node: ast.AST) -> str:
         """Return the text of `node`, a statement or expression."""
         return self.text[self.begin(node) : self.end(node)]
 
-    def _find_position(self, line: int, column: int) -> int:
-        """Return the position of a line and of its UTF-8 bytes before it, as the syntax tree counts them."""
+    def _find_position(self, node: ast.AST, line: int, column: int) -> int:
+        """Return the position of a line and of its UTF-8 bytes before it, as the syntax tree counts them for `node`.
+
+        Raises NoPatchError: `node` is part of an f-string, of which Python before 3.12 does not know the place.
+        """
+        text = next((one for one in self.iterate_parents(node) if isinstance(one, ast.JoinedStr)), None)
+        if text is not None:
+            raise NoPatchError(f"it is in the f-string of line {text.lineno}")
         return self._begins[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def walk(self) -> Iterator[ast.AST]:

@@ -69,6 +69,10 @@ DELETED = {
         "x = f(\n    1,\n)  # <-\ny = g(\n    x,\n    'ä',\n)  # so\nh()\n",
         "x = f(\n    1,\n)\ny = g(\n    x,\n    'ä',\n)  # so\ndel x\nh()\n",
     ),
+    "in an f-string": (
+        'x = f()  # <-\nprint(f"""\n\n{x:>{x}}""")\nh()\n',
+        'x = f()\nprint(f"""\n\n{x:>{x}}""")\ndel x\nh()\n',
+    ),
     "no end of line": ("x = f()  # <-\ng(x)", "x = f()\ng(x)\ndel x"),
     "lines of Windows": ("x = f()  # <-\r\ng(x)\r\n", "x = f()\r\ng(x)\r\ndel x\r\n"),
     "from a tuple": ("x, y = f()  # <-\ng(x)\nh(y)\n", "x, y = f()\ng(x)\ndel x\nh(y)\n"),
@@ -370,6 +374,7 @@ def test_saved_for_the_backward(name):
     [
         (("        ctx.save_for_backward(x)\n        ctx.y = x + 1  # <-\n", "        return g\n"), "already"),
         (("        ctx.y = x + 1  # <-\n        ctx.y = x\n", "        return g\n"), "several places"),
+        (("        ctx.y = x + 1  # <-\n", "        return f'{ctx.y}'\n"), "in the f-string of line"),
         (("        y = 1\n        ctx.y = x + y  # <-\n", "        return g\n"), "a variable as well"),
     ],
 )
