@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from memprof.trace.events import CycleKind, Holder, Trace
+
 
 class EditKind(StrEnum):
     """What an edit changes; the value says it, with the edit's name for `{}`."""
@@ -40,3 +42,25 @@ class Edit:
     def text(self) -> str:
         """Return what is changed, for display."""
         return self.kind.value.format(self.name)
+
+
+_CYCLE_EDITS = {CycleKind.GRAD: EditKind.TAKE_GRADIENT, CycleKind.CTX: EditKind.SAVE_FOR_BACKWARD}
+
+
+def make_holder_edit(trace: Trace, holder: Holder | None, kind: EditKind | None) -> Edit | None:
+    """Return the edit of the line that fills `holder`, or that closes it, a cycle; None: the line is not known.
+
+    `kind` is that of what is kept; None: numbers if `holder` has tensors without dimensions alone, else tensors without
+    their graph.
+    """
+    if holder is None or holder.source is None:
+        return None
+    if holder.is_cycle:
+        cycle_kind, attribute = CycleKind(holder.kind), holder.name.removeprefix("ctx.").partition(" ")[0]
+        return Edit(_CYCLE_EDITS[cycle_kind], holder.source, attribute) if cycle_kind in _CYCLE_EDITS else None
+    if not holder.fills:
+        return None
+    if kind is None:
+        is_number = all(not trace.storages[index].shape for index in holder.storages)
+        kind = EditKind.KEEP_NUMBER if is_number else EditKind.KEEP_DETACHED
+    return Edit(kind, holder.source, holder.name)

@@ -6,7 +6,7 @@ import bisect
 
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
-from memprof.findings.edits import EditKind
+from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
@@ -99,7 +99,7 @@ def _make_finding(
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
-    edit = growth.make_keep_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST)
+    edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST)
     return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), edit=edit)
 
 

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.findings.edits import Edit, EditKind
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
@@ -39,6 +38,16 @@ MAX_SHOWN = 6  # kinds of tensors in the evidence
 MIN_RISES = 3  # rises of the number of recreated counterparts: two may be batches that happen to have more parts
 
 MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
+
+CYCLE_FIXES = {
+    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
+    "step",
+    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
+    CycleKind.FUNCTION: "let the function not refer to the object that keeps it (give it a weakref.ref), or remove it "
+    "(handle.remove())",
+    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
+    "only when Python's garbage collector happens to run (gc.collect())",
+}
 
 Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
@@ -266,7 +275,7 @@ def is_running_sum(holder: Holder) -> bool:
 def describe_holder(holder: Holder) -> str:
     """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
-    if kind in set(CycleKind):
+    if holder.is_cycle:
         return f"a {kind}, {holder.name}"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
@@ -293,23 +302,12 @@ def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
     return Evidence(f"fix{location}: {fix}", source=line)
 
 
-def make_keep_edit(trace: Trace, holder: Holder | None, kind: EditKind | None) -> Edit | None:
-    """Return the edit of the line that fills `holder`; None if that line is not known. With the kind None, numbers are
-    kept if `holder` has tensors of one element alone, else tensors without their graph."""
-    if holder is None or holder.source is None or not holder.fills or holder.kind in set(CycleKind):
-        return None
-    if kind is None:
-        is_number = all(not trace.storages[index].shape for index in holder.storages)
-        kind = EditKind.KEEP_NUMBER if is_number else EditKind.KEEP_DETACHED
-    return Edit(kind, holder.source, holder.name)
-
-
 def holder_evidence(holder: Holder | None) -> Evidence:
     """Return evidence that names `holder` and the line that fills it; None means an unknown holder."""
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
-    preposition = ", closed at" if holder.kind in set(CycleKind) else ", filled at" if holder.fills else " of"
+    preposition = ", closed at" if holder.is_cycle else ", filled at" if holder.fills else " of"
     location = "" if holder.source is None else f"{preposition} {file_and_line(holder.source)}"
     return Evidence(f"kept by {describe_holder(holder)}{location}", source=holder.source)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.edits import Edit, EditKind
+from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
+    CYCLE_FIXES,
     MIN_STEP_BYTES,
     LeakGroup,
     find_holder_keys,
@@ -19,7 +20,6 @@ from memprof.findings.growth import (
     holder_fix_evidence,
     is_of_model,
     leak_evidence,
-    make_keep_edit,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
@@ -27,19 +27,6 @@ from memprof.trace.events import CycleKind, Holder, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
-
-
-_CYCLE_FIXES = {
-    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
-    "step",
-    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
-    CycleKind.FUNCTION: "let the function not refer to what it is registered on, or remove it (handle.remove())",
-    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
-    "only when Python's garbage collector happens to run (gc.collect())",
-}
-
-
-_CYCLE_EDITS = {CycleKind.GRAD: EditKind.TAKE_GRADIENT, CycleKind.CTX: EditKind.SAVE_FOR_BACKWARD}
 
 
 @rule(50)
@@ -115,17 +102,13 @@ def _make_finding(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=_make_edit(trace, holder, kept),
+        edit=make_holder_edit(trace, holder, _choose_kind(kept)),
     )
 
 
-def _make_edit(trace: Trace, holder: Holder | None, kept_bytes: int) -> Edit | None:
-    """Return the edit of the line that fills `holder`, or closes its cycle; None if there is none. `kept_bytes`: what a
-    step adds even without the autograd graph."""
-    if holder is not None and holder.source is not None and holder.kind in _CYCLE_EDITS:
-        attribute = holder.name.removeprefix("ctx.").partition(" ")[0]
-        return Edit(_CYCLE_EDITS[CycleKind(holder.kind)], holder.source, attribute)
-    return make_keep_edit(trace, holder, EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None)
+def _choose_kind(kept_bytes: int) -> EditKind | None:
+    """Return the kind of edit of what adds so many bytes even without the autograd graph; None if those are few."""
+    return EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None
 
 
 def _grade(bytes_per_round: int, *, is_cause: bool) -> Severity:
@@ -156,10 +139,10 @@ def _make_finding_until_peak(
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
-        edit = make_keep_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
+        edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
-        edit = _make_edit(context.ledger.trace, holder, per_round)
+        edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
         f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
@@ -217,8 +200,8 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
-    if holder is not None and holder.kind in _CYCLE_FIXES:
-        fix = _CYCLE_FIXES[CycleKind(holder.kind)]
+    if holder is not None and holder.is_cycle:
+        fix = CYCLE_FIXES[CycleKind(holder.kind)]
     elif kept_bytes >= MIN_STEP_BYTES:
         fix = (
             f"keep what is needed of each {unit} in host memory (.detach().cpu()) or as a number (.item()), or drop it"
