@@ -15,7 +15,7 @@ import typer
 from memprof.cli.child import continue_in_child, send_exit_code
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import FixOptions, reuse_option
-from memprof.cli.output import CaptureOptions, choose_exit_code
+from memprof.cli.output import CaptureOptions, choose_exit_code, print_patch
 from memprof.cli.progress import Progress
 from memprof.cli.streams import echo, protect_streams, report_error
 from memprof.errors import MemprofError, UsageError
@@ -150,6 +150,8 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
             patch = suggest_patch(program, stop_rule, request.build_spec(), document, folder, progress)
         document = dataclasses.replace(document, patch=patch)
     request.print_run(result.trace, document)
+    if document.patch is not None and not (request.as_json or request.quiet):
+        print_patch(document.patch)
     code = int(ExitCode.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or choose_exit_code(document)
     if outcome.ended is not EndReason.EXIT:
         _exit_with_threads(old_threads, code)

@@ -1,31 +1,25 @@
-"""The result of `--suggest-patch` as text for a terminal: the effect, the diff, and what did not help."""
+"""The result of `--suggest-patch` as text for a terminal: the changes, their effect, and what did not help.
+
+The diff itself is printed as it is, after this text: rich would cut its long lines, and replace its tabs.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from memprof.report.documents.patch import PatchedNeed, SuggestedPatch
-from memprof.report.terminal.console import dim, make_heading, make_section
+from memprof.report.terminal.console import dim, make_section
 from memprof.units import format_bytes
 
-_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
-
-def render_patch(patch: SuggestedPatch) -> Iterator[RenderableType]:
-    """Yield the parts of the section: changes with their effect, the diff as it is, and changes that do not help."""
+def render_patch(patch: SuggestedPatch) -> RenderableType:
+    """Return the changes of a patch with their effect, and those that are not part of it, with the reason."""
     if patch.after is None:
-        yield make_section("\nNo patch", *map(Text, patch.tried or ("no finding has a change of one place",)))
-        return
+        return make_section("No patch", *map(Text, patch.tried or ("no finding names one place to change",)))
     lines = [*patch.changes, _format_effect(patch.before, patch.after)]
-    yield make_section("\nSuggested patch (not applied)", *map(Text, lines))
-    yield make_heading("")
-    for line in patch.diff.splitlines():
-        yield Text(line, style=_STYLES.get(line[:1], ""), no_wrap=True, overflow="ignore")
-    if patch.tried:
-        yield make_section(Text(""), *(dim(f"no patch: {reason}") for reason in patch.tried))
+    left_out = [dim(f"left out: {reason}") for reason in patch.tried]
+    return make_section("Suggested patch (not applied)", *map(Text, lines), *left_out, below=1)
 
 
 def _format_effect(before: PatchedNeed, after: PatchedNeed) -> str:

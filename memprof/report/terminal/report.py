@@ -22,7 +22,6 @@ from memprof.report.terminal.folding import choose_full_step, find_peak_row, fol
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import format_limit, render_limit
 from memprof.report.terminal.next_step import choose_next_step, render_next_step
-from memprof.report.terminal.patch import render_patch
 from memprof.report.terminal.ranks import render_gpus, render_ranks
 from memprof.report.terminal.steps import render_batches, render_steps
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
@@ -75,7 +74,6 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     parts += [] if document.streams is None else [render_streams(document.streams, unit)]
     parts += [_render_tensors(document), _render_findings(document)]
     parts += [render_ladder(document)] if document.ladder else []
-    parts += [] if document.patch is None else list(render_patch(document.patch))
     if explain:
         parts += [make_heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions)]
     else:
