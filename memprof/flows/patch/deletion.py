@@ -63,10 +63,14 @@ def _find_uses(source: Source, line: int, name: str) -> list[ast.Name]:
 def _find_bindings(source: Source, uses: list[ast.Name]) -> list[ast.stmt | ast.For]:
     """Return the statements that assign to the variable, without those that assign a constant, in their order."""
     found = []
-    for use in uses:
+    for use in (one for one in uses if isinstance(one.ctx, ast.Store)):
         statement = source.find_statement(use)
-        is_value = isinstance(statement, (ast.Assign, ast.AnnAssign)) and not isinstance(statement.value, ast.Constant)
-        if isinstance(use.ctx, ast.Store) and (is_value or isinstance(statement, ast.For)):
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.For):
+            targets = [statement.target]
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and not isinstance(statement.value, ast.Constant):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if any(use in ast.walk(target) for target in targets):
             found.append(statement)
     return sorted(found, key=source.begin)
 

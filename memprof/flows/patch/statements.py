@@ -55,34 +55,34 @@ def free_gradients(source: Source) -> list[Change]:
     """
     changes = []
     for block in source.list_blocks():
-        resets, steps = _find_calls(block, "zero_grad"), _find_calls(block, "step")
-        for reset in resets[:1]:
-            model = _read_receiver(source, reset)
-            own = [one for one in steps if model in source.read(one)]
-            for step in own or steps[-1:]:
-                rest = [one for one in block if source.begin(one) > source.begin(step)]
-                if any(
-                    isinstance(node, ast.Attribute) and node.attr == "grad" for one in rest for node in ast.walk(one)
-                ):
-                    raise NoPatchError(f"gradients are read after line {step.lineno}")
-                changes.append(source.insert_after(step, f"{model}.zero_grad(set_to_none=True)"))
+        steps = _find_calls(block, "step")
+        for reset in _find_calls(block, "zero_grad"):
+            model = ast.unparse(reset.func.value)  # type: ignore[attr-defined]
+            own = [one for one in steps if model in map(ast.unparse, (one.func.value, *one.args))]  # type: ignore[attr-defined]
+            for step in (own or steps)[-1:]:
+                if source.begin(reset) > source.begin(step) and not reset.keywords:
+                    continue  # it frees them already
+                # Of several optimizers of one model the last has to have stepped.
+                readers = ("grad",) if own else ("grad", "step")
+                changes.append(_reset_after(source, source.find_statement(step), model, readers))
     if not changes:
-        raise NoPatchError("no block calls both zero_grad() and step()")
-    return changes
+        raise NoPatchError("no block calls zero_grad() and then step()")
+    return list(dict.fromkeys(changes))
 
 
-def _find_calls(block: list[ast.stmt], method: str) -> list[ast.Expr]:
-    """Return the statements of `block` that call a method of this name, and do nothing else."""
-    return [
-        one
-        for one in block
-        if isinstance(one, ast.Expr)
-        and isinstance(one.value, ast.Call)
-        and isinstance(one.value.func, ast.Attribute)
-        and one.value.func.attr == method
-    ]
+def _reset_after(source: Source, step: ast.stmt, model: str, readers: tuple[str, ...]) -> Change:
+    """Return the change that frees the gradients of `model`, or of an optimizer, after the statement `step`.
+
+    Raises NoPatchError: the attributes or methods `readers`, which read gradients, follow in the block.
+    """
+    following = (one for one in source.find_block(step) if source.begin(one) > source.begin(step))
+    attributes = (node for one in following for node in ast.walk(one) if isinstance(node, ast.Attribute))
+    if any(node.attr in readers for node in attributes):
+        raise NoPatchError(f"gradients may be read after line {step.lineno}")
+    return source.insert_after(step, f"{model}.zero_grad(set_to_none=True)")
 
 
-def _read_receiver(source: Source, statement: ast.Expr) -> str:
-    """Return the text of the object whose method `statement` calls."""
-    return source.read(statement.value.func.value)  # type: ignore[attr-defined]
+def _find_calls(block: list[ast.stmt], method: str) -> list[ast.Call]:
+    """Return the calls of a method of this name that are statements of `block`."""
+    calls = [one.value for one in block if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == method]

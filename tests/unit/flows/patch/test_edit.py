@@ -98,6 +98,7 @@ NOT_DELETED = {
     "read in an else": ("if c:\n    x = f()  # <-\nelse:\n    g(x)\nh(x)\n", "read in line"),
     "added to": ("x = 0\nfor i in r:\n    x += 1\n    x = f(x)  # <-\n", "read in line 3"),
     "not this Python": ("x = f()  # <-\nprint x\n", "not valid Python"),
+    "a comprehension's": ("y = [x for x in r]  # <-\ng(x)\n", "no statement assigns"),
     "an argument": ("def a(x):  # <-\n    g(x)\n", "no statement assigns"),
 }
 
@@ -224,11 +225,19 @@ def test_gradients_are_freed_after_the_step():
     )
 
 
+def test_gradients_of_two_optimizers():
+    text = "o.zero_grad()\no2.zero_grad()\nf()  # <-\no2.step()\no.step()\n"
+    freed = "o2.step()\no2.zero_grad(set_to_none=True)\no.step()\no.zero_grad(set_to_none=True)\n"
+    assert edit(EditKind.FREE_GRADIENTS, text).endswith(f"f()\n{freed}")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("o.zero_grad()\nf()  # <-\no.step()\nprint(p.grad)\n", "gradients are read"),
-        ("o.zero_grad()\nif c:  # <-\n    o.step()\n", "no block calls both"),
+        ("o.zero_grad()\nf()  # <-\no.step()\nprint(p.grad)\n", "may be read after line 3"),
+        ("m.zero_grad()\nf()  # <-\no.step()\nif c:\n    p.step()\n", "may be read after line 3"),
+        ("o.zero_grad()\nif c:  # <-\n    o.step()\n", "no block calls"),
+        ("f()  # <-\no.step()\no.zero_grad()\n", "no block calls"),
     ],
 )
 def test_gradients_that_are_not_freed(text, reason):
