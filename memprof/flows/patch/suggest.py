@@ -90,8 +90,8 @@ def _name_as_run(texts: Mapping[str, str], folder: str) -> dict[str, str]:
 def _read_need(report: Report) -> PatchedNeed:
     verdict, peak = report.verdict, report.peak
     runs_out = None if verdict.growth is None else verdict.growth.runs_out_step
-    oom_step = None if verdict.fits else verdict.oom_step or runs_out
-    return PatchedNeed(verdict.fits, peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes, oom_step)
+    oom_step, stage = (None, None) if verdict.fits else (verdict.oom_step or runs_out, verdict.oom_stage)
+    return PatchedNeed(verdict.fits, peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes, oom_step, stage)
 
 
 def _check_better(patched: Report, before: Report) -> None:
@@ -106,12 +106,12 @@ def _check_better(patched: Report, before: Report) -> None:
             raise NoPatchError(f"the patched program ends with exit code {program.exit_code}")
         if program.ended == EndReason.EXIT.value and program.steps < old_program.steps:
             raise NoPatchError(f"the patched program ends after {program.steps} training steps")
-    new, old, verdict = _read_need(patched), _read_need(before), patched.verdict
-    comes_further = not old.fits and (bool(new.fits) or (new.oom_step or 0) > (old.oom_step or 0))
-    if comes_further:
+    new, old = _read_need(patched), _read_need(before)
+    reached = [(need.oom_step or 0, len(report.stages)) for need, report in ((new, patched), (old, before))]
+    if not old.fits and (new.fits or reached[0] > reached[1]):
         return
-    if not new.fits and verdict.oom_stage is not None:
-        stage = format_stage(verdict.oom_stage, verdict.oom_step or 0)
+    if not new.fits and new.oom_stage is not None:
+        stage = format_stage(new.oom_stage, new.oom_step or 0)
         raise NoPatchError(f"the patched program runs out of memory too, in {stage}")
     if not new.fits or new.required_bytes >= old.required_bytes:
         raise NoPatchError("the patched program needs as much")

@@ -13,7 +13,8 @@ class PatchedNeed:
     allocated_bytes: int  # Peak; of a run that runs out of memory, until then.
     reserved_bytes: int  # Peak of reserved memory.
     required_bytes: int  # Device memory with which no allocation that was seen fails, CUDA context included.
-    oom_step: int | None  # The training step in which memory runs out, or will; None: it does not.
+    oom_step: int | None  # The training step in which memory runs out, or will; None: it does not, or before any.
+    oom_stage: str | None = None  # The stage in which it runs out, if it was seen to.
 
 
 @dataclass(frozen=True, slots=True)

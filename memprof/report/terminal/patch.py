@@ -8,6 +8,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
+from memprof.ledger.stages import format_stage
 from memprof.report.documents.patch import PatchedNeed, SuggestedPatch
 from memprof.report.terminal.console import dim, make_section
 from memprof.units import format_bytes
@@ -36,4 +37,6 @@ def _format_verdict(need: PatchedNeed) -> str:
         return "no verdict"
     if need.fits:
         return "fits"
+    if need.oom_stage is not None:
+        return f"runs out of memory in {format_stage(need.oom_stage, need.oom_step or 0)}"
     return "does not fit" if need.oom_step is None else f"runs out of memory in step {need.oom_step:,}"
