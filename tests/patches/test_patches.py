@@ -38,6 +38,9 @@ PATCHES = {
     "planted/programs/graphs/smoothed_auxiliary_loss": "else 0.9 * average.detach() + 0.1 * auxiliary",
     "planted/programs/held_by_code/metric_clones_its_list": "metric.update(y.detach().cpu())",
     "planted/programs/held_by_code/module_attribute": "self.maps.append(weights.detach().cpu())",
+    "planted/programs/held_by_code/global_of_a_function": "SEEN += [values.detach().cpu()]",
+    "planted/programs/models_pile_up/snapshot_each_step": ".detach().cpu()",
+    "planted/programs/subclasses/kept_in_a_list": "kept.append(y.detach().cpu())",
     "reports/programs/diffusers_10350": "with torch.no_grad():",
     "reports/programs/fms_fsdp_152": "        del output",
     "reports/programs/lightning_7335": "errors.append(str(error))",
@@ -55,6 +58,7 @@ BY_DAY = ("patches/programs/losses_in_a_list", "patches/programs/retry_in_the_ha
 # Programs for which there is no patch -> why.
 NOT_PATCHED = {
     "planted/programs/containers/cat_accumulator": "the patched program",
+    "planted/programs/held_by_code/closure": "the patched program fails: AttributeError: 'function' object",
     "planted/programs/graphs/running_loss_sum": "a backward pass begins at `total`",
 }
 

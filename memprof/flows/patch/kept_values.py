@@ -140,6 +140,8 @@ def _add_suffix(source: Source, value: ast.expr, suffix: str) -> Iterator[Change
             yield from _add_suffix(source, part, suffix)
     elif isinstance(value, (ast.ListComp, ast.SetComp)):
         yield from _add_suffix(source, value.elt, suffix)
+    elif isinstance(value, ast.DictComp):
+        yield from _add_suffix(source, value.value, suffix)
     elif isinstance(value, ast.Call) and "state_dict()" in source.read(value):
         suffix = suffix.removeprefix(_SUFFIXES[EditKind.KEEP_DETACHED])  # a state dict has no graph
         yield Change(source.begin(value), source.begin(value), f"{{name: value{suffix} for name, value in ")
@@ -151,9 +153,8 @@ def _add_suffix(source: Source, value: ast.expr, suffix: str) -> Iterator[Change
         isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _find_variable(value.func) in _NUMBERS)
     ):
         begin, end = source.begin(value), source.end(value)
-        text = source.text[begin:end]
-        while suffix.startswith(".detach()") and suffix != ".detach()" and text.endswith(".detach()"):
-            suffix = suffix.removeprefix(".detach()")
+        detached = _SUFFIXES[EditKind.KEEP_DETACHED]
+        suffix = suffix.removeprefix(detached) if source.read(value).endswith(detached) else suffix
         if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
             yield Change(end, end, suffix)
         else:
