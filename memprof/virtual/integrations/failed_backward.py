@@ -25,7 +25,7 @@ class FailedBackward(Extension):
     def patches(self, context: InstallContext) -> Iterator[Patch]:
         """Yield the patch of the function that runs backward passes."""
         run_backward, run_engine = autograd.engine_run_backward.get(), autograd.engine_run_backward_of_graph.get()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.zeros((), requires_grad=True)
             oldest = leaf.neg()
 
