@@ -42,8 +42,8 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     suggest_patch: bool = option(
-        False, "Fixes", "A diff of the script's own lines that takes the cause away: a copy with it is run; the script "
-        "stays as it is.",
+        False, "Fixes", "Suggest a diff of the script's own lines that removes the cause, and run a copy with it; the "
+        "script is not changed.",
     )  # fmt: skip
     lengths: str | None = reuse_option("lengths", panel="")
 
