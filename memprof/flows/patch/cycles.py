@@ -50,6 +50,10 @@ def save_for_backward(source: Source, line: int, name: str) -> list[Change]:
     if "save_for_backward" in source.read(function) or len(statement.targets) > 1:
         raise NoPatchError("tensors are saved for the backward already")
     uses = [node for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == name]
+    for use in uses:
+        arguments = [one.arg for one in ast.walk(source.find_scope(use)) if isinstance(one, ast.arg)]
+        if source.read(use.value) not in arguments[:1]:
+            raise NoPatchError(f"line {use.lineno} has a `{name}` of another object")
     if [use for use in uses if not isinstance(use.ctx, ast.Load)] != [target]:
         raise NoPatchError(f"`{name}` is assigned in several places")
     value = source.read(statement.value)
@@ -58,15 +62,10 @@ def save_for_backward(source: Source, line: int, name: str) -> list[Change]:
             raise NoPatchError(f"`{name}` is a variable as well")
         value = name
     save = f"{context}.save_for_backward({value})"
-    changes = [
-        Change(
-            source.begin(use),
-            source.end(use),
-            value if source.find_scope(use) is forward else f"{context}.saved_tensors[0]",
-        )
-        for use in uses
-        if use is not target
-    ]
+    changes = []
+    for use in (one for one in uses if one is not target):
+        saved = value if source.find_scope(use) is forward else f"{source.read(use.value)}.saved_tensors[0]"
+        changes.append(Change(source.begin(use), source.end(use), saved))
     if value != name or isinstance(statement.value, ast.Name):
         return [*changes, Change(source.begin(statement), source.end(statement), save)]
     return [*changes, Change(source.begin(target), source.end(target), name), source.insert_after(statement, save)]

@@ -386,6 +386,7 @@ def test_saved_for_the_backward(name):
         (("        ctx.y = x + 1  # <-\n        ctx.y = x\n", "        return g\n"), "several places"),
         (("        ctx.y = x + 1  # <-\n", "        return f'{ctx.y}'\n"), "in the f-string of line"),
         (("        y = 1\n        ctx.y = x + y  # <-\n", "        return g\n"), "a variable as well"),
+        (("        ctx.y = x + 1  # <-\n", "        return g + g.y\n"), "of another object"),
     ],
 )
 def test_not_saved_for_the_backward(methods, reason):
