@@ -6,6 +6,7 @@ import bisect
 
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
+from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, Forward, Holder
@@ -97,7 +98,9 @@ def _make_finding(
         )
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
-    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), ())
+    largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
+    edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST)
+    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), edit=edit)
 
 
 def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
