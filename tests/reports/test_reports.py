@@ -17,7 +17,6 @@ REPORTS = list_reports()
 
 KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
-    "functorch_1058": "no chunk_size is suggested where the failed request is of a whole batch",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
     "mmdetection_8232": "suggests fixes for training, where tensors can be made in parts",
     "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",

@@ -17,7 +17,7 @@ from memprof.findings.proposals import (
 )
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import Event, EventKind, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.trace.events import Caller, Event, EventKind, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
 from tests.unit.traces import TraceBuilder
 
@@ -283,6 +283,19 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     assert proposal.change == f"chunk_size={rows}, for 100 rows, of torch.func.vmap at train.py:7"
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
+
+
+def test_what_the_called_function_has_made_is_no_input_of_the_call() -> None:
+    """jacrev calls its function before it calls vmap: a batch of that function's tensors is not the result."""
+    b = TraceBuilder()
+    b.parameter("scales", 1024)
+    b.trace.sources.append("train.py:7 main")
+    b.trace.callers.append(Caller(b.new(1024, 1024, line="model.py:2 residual"), 1, "torch.func.jacrev"))
+    begin = len(b.trace.events)
+    failed = b.new(1024, 1024, 1024, line="model.py:3 residual")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 1))
+    b.trace.ended_out_of_memory = True
+    assert only(vmap.propose(b.context(GIB))).trace.storages[failed].num_bytes < GIB
 
 
 def test_pairs_in_such_a_call_are_not_its_own() -> None:
