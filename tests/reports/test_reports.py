@@ -18,10 +18,8 @@ REPORTS = list_reports()
 KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
-    "mmdetection_8232": "suggests fixes for training, where tensors can be made in parts",
     "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
     "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
-    "pml_203": "suggests micro-batches, where there are too many pairs",
     "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
     "pytorch_118883": "sampled_addmm is not simulated",
     "pytorch_134612": "does not suggest torch.autograd.grad",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from memprof.findings.evidence import file_and_line, format_shape, param_names
+from memprof.findings.evidence import file_and_line, format_shape, is_inference, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
@@ -42,9 +42,10 @@ def propose(context: Context) -> Iterator[Proposal]:
         if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
     }
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
-    checkpointed = ", each under torch.utils.checkpoint" if is_trained or trace.ended_out_of_memory else ""
+    may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
+    checkpointed = ", each under torch.utils.checkpoint" if may_be_trained else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
-    change = f"{rows} of the {num_rows} rows of {format_shape(storage.shape)} at a time{checkpointed}, at "
+    change = f"in chunks of {rows} of the {num_rows} rows{checkpointed}: {format_shape(storage.shape)} at "
     yield Proposal(resize(trace, sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
 
 

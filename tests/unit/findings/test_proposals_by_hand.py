@@ -17,7 +17,7 @@ from memprof.findings.proposals import (
 )
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import Caller, Event, EventKind, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
 from tests.unit.traces import TraceBuilder
 
@@ -236,6 +236,17 @@ def test_pairs_are_larger_than_what_they_are_made_of(
     b.new(*shapes[1], op=op, line="loss.py:3 loss")
     found = list(pairs.propose(b.context()))
     assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunks_are_checkpointed_unless_the_model_was_called_without_gradients(trains: bool) -> None:
+    """In a run that has ended without memory, before a backward."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 8, op="aten.randn")
+    b.trace.forwards.append(Forward(0, len(b.trace.events), NONE, NONE, training=trains, nodes=trains, outputs=()))
+    b.new(4096, 4096, 8, op="aten.sub")
+    b.trace.trains, b.trace.ended_out_of_memory = trains, True
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) == trains
 
 
 def test_a_square_of_weights_is_no_pairs() -> None:
