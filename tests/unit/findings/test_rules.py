@@ -524,5 +524,7 @@ def test_a_run_that_fits_without_its_cause_needs_no_other_change(
     full = Finding("does-not-fit", Severity.ERROR, "", 1, (), ("bfloat16",), suggestions=(suggestion,))
     kept = Finding("idle-memory", Severity.WARNING, "", 2, (), (), is_decisive=is_cause)
     monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [full], 2: lambda _: [kept]})
-    findings = {one.id: one for one in find_all(TraceBuilder().context())}
+    b = TraceBuilder()
+    b.new(1)
+    findings = {one.id: one for one in find_all(b.context())}
     assert bool(findings["does-not-fit"].suggestions) == bool(findings["does-not-fit"].fixes) == (not is_cause)
