@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import bisect
 
+from memprof.allocator import compute_memory_needs
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
+from memprof.findings.effect import is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
@@ -22,9 +25,9 @@ _TRAINER = "transformers/trainer"
 def find(context: Context) -> list[Finding]:
     """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model, tensors created outside modules, and tensors created inside a model in training mode that no
-    later call uses count: a hook may have kept these. A KV cache, other tensors created inside modules, and tensors
-    that the rule `memory-growth` reports do not.
+    It is decisive if the run would fit with these in host memory. Outputs of the model, tensors created outside
+    modules, and tensors created inside a model in training mode that no later call uses count: a hook may have kept
+    these. A KV cache, other tensors created inside modules, and tensors that the rule `memory-growth` reports do not.
     """
     trace = context.ledger.trace
     findings: dict[int, Finding] = {}
@@ -97,7 +100,22 @@ def _make_finding(
         )
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
-    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), ())
+    decisive = _is_decisive(context, {index for leaks in holders.values() for leak in leaks for index in leak.storages})
+    title += "; in host memory, the run fits" * decisive
+    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), is_decisive=decisive)
+
+
+def _is_decisive(context: Context, kept: set[int]) -> bool:
+    """Return whether the run does not fit, and would with `kept` in host memory, and the failed allocation too if the
+    same line makes that."""
+    run, trace, oom = context.ledger.run, context.ledger.trace, context.ledger.out_of_memory
+    if oom is None:
+        return False
+    made = {(trace.storages[index].source, trace.storages[index].op) for index in kept}
+    failed = trace.storages[oom.storage]
+    away = kept | {oom.storage} if (failed.source, failed.op) in made else kept
+    needs = compute_memory_needs(resize(trace, dict.fromkeys(away, 0)), run.gpu, run.config, run.release)
+    return is_decisive(context, needs)
 
 
 def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:

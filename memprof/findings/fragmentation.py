@@ -24,6 +24,8 @@ from memprof.trace.events import Trace
 from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
 
+FRAGMENTATION = "fragmentation"
+
 MIN_BYTES = 256 * MIB
 # Of the reserved peak. The reserved peak must exceed the allocated peak by this share and by MIN_BYTES, unless the run
 # would fit without fragmentation. Cached blocks after a peak are no fragmentation.
@@ -83,7 +85,7 @@ def find(context: Context) -> list[Finding]:
     # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
     severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
-    return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
+    return [Finding(FRAGMENTATION, severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
 
 
 def _make_free_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:

@@ -19,7 +19,6 @@ KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
     "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
-    "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
     "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
     "pytorch_118883": "sampled_addmm is not simulated",
     "pytorch_134612": "does not suggest torch.autograd.grad",
@@ -29,7 +28,6 @@ KNOWN = {
     "pytorch_47589": "what a cycle of objects keeps until it is collected is not told, for nothing grows",
     "pytorch_51978": "the cycle is told, and its leaves again, as idle models",
     "transformers_48131": "suggests micro-batches, not a loss layer by layer",
-    "transformers_7232": "what the evaluation keeps is the fifth finding, after the gradients that lie under it",
     "trl_2799": "suggests a chunked loss, not a gather before the logsumexp",
 }
 

@@ -92,6 +92,20 @@ def test_outputs_that_stay(program: Callable[[], None], holder: str, tensors: in
     assert finding.evidence[-1].text.startswith("fix at ") and ".cpu()" in finding.evidence[-1].text
 
 
+@pytest.mark.parametrize(("num_batches", "is_decisive"), [(20, False), (40, True)])
+def test_says_whether_the_run_fits_with_them_in_host_memory(num_batches: int, is_decisive: bool) -> None:
+    """2.4 GiB a batch."""
+
+    def program() -> None:
+        net, predictions = model(), []
+        with torch.no_grad():
+            for _ in range(num_batches):
+                predictions.append(net(torch.randn(640_000, 64, device="cuda")))  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.is_decisive == finding.title.endswith("; in host memory, the run fits") == is_decisive
+
+
 def test_the_data_loader_says_how_many_there_are() -> None:
     def program() -> None:
         net, predictions = model(), []
