@@ -18,12 +18,10 @@ REPORTS = list_reports()
 KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
-    "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
     "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
     "pytorch_118883": "sampled_addmm is not simulated",
     "pytorch_134612": "does not suggest torch.autograd.grad",
     "pytorch_1893": "suggests fixes for vocabularies, where DataParallel gathers outputs",
-    "pytorch_41128": "suggests micro-batches, where the sparse matrix needs no gradient",
     "pytorch_46386": "to delete the model is told, which the program does: a reference cycle keeps it",
     "pytorch_47589": "what a cycle of objects keeps until it is collected is not told, for nothing grows",
     "pytorch_51978": "the cycle is told, and its leaves again, as idle models",

@@ -32,5 +32,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     alike = [i for i, other in enumerate(trace.storages) if (other.op, other.shape) == (largest.op, largest.shape)]
     num_bytes = largest.num_bytes // math.prod(largest.shape) * num_nonzero
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
-    change = f"a CSR matrix, or index_add of its {num_nonzero} elements, instead of the dense gradient {where}"
+    change = (
+        f"a CSR matrix, or index_add of its {num_nonzero} elements, or no requires_grad if the matrix is not trained, "
+        f"instead of the dense gradient {where}"
+    )
     yield Proposal(resize(trace, dict.fromkeys(alike, num_bytes)), change)

@@ -9,6 +9,7 @@ from memprof.findings.proposals import (
     autocast,
     checkpointing,
     chunked_loss,
+    host_memory,
     micro_batch,
     optimizer,
     pairs,
@@ -211,6 +212,27 @@ def test_a_fused_step_has_no_temporaries() -> None:
         sizes = [one.num_bytes for one in only(optimizer.propose_fused(step(*names))).trace.storages]
         assert sizes == [*[4 * MIB] * (1 + len(names)), 0]
     assert not list(optimizer.propose_fused(step("exp_inf")))  # an optimizer without such a kernel
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "op", "is_told"),
+    [
+        (PhaseKind.OTHER, "aten.zeros", True),
+        (PhaseKind.OTHER, "aten.mm", False),
+        (PhaseKind.FORWARD, "aten.zeros", False),  # a mask, a one_hot
+    ],
+)
+def test_what_the_program_creates_may_be_in_host_memory(phase: PhaseKind, op: str, is_told: bool) -> None:
+    b = TraceBuilder(phase)
+    b.trace.trains = b.trace.ended_out_of_memory = True
+    b.alloc(60 * MIB)
+    created = b.alloc(30 * MIB, op=op, line="slide.py:7 run")
+    found = list(host_memory.propose(b.context()))
+    assert bool(found) == is_told
+    assert all("slide.py:7" in one.change and not one.trace.storages[created].num_bytes for one in found)
 
 
 # -- all pairs --------------------------------------------------------------------------------------------------------
