@@ -18,7 +18,6 @@ REPORTS = list_reports()
 KNOWN = {
     "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
-    "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
     "pytorch_118883": "sampled_addmm is not simulated",
     "pytorch_134612": "does not suggest torch.autograd.grad",
     "pytorch_1893": "suggests fixes for vocabularies, where DataParallel gathers outputs",

@@ -10,6 +10,7 @@ from memprof.findings.proposals import (
     checkpointing,
     chunked_loss,
     host_memory,
+    messages,
     micro_batch,
     optimizer,
     pairs,
@@ -353,3 +354,19 @@ def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
     b.new(4096, 4096)
     found = list(sparse.propose(b.context()))
     assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)
+
+
+@pytest.mark.parametrize(("indices", "op", "is_told"), [
+    ((2, 5000), "aten.index", True),
+    ((2, 5000), "aten.mul", False),  # not gathered
+    ((5000, 2), "aten.index", False),
+])  # fmt: skip
+def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*indices, dtype="int64", op="aten.randint")
+    made = [b.new(5000, 64, op=op, line="conv.py:3 forward"), b.new(5000, 64, op="aten.mul", line="conv.py:4 forward")]
+    found = list(messages.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "conv.py:3" in one.change
+        assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]
