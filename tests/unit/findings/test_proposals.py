@@ -151,6 +151,12 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
         ["chunk_size=750, for 1500"],
         {"chunk_size=750, for 1500": partial(programs.forward_jacobian, 750)},
     ),
+    "a gradient of torch.func": (
+        programs.slope_of_waves,
+        11,
+        ["torch.autograd.grad instead of"],
+        {"torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
+    ),
     "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
 }
 
