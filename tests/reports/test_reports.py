@@ -24,7 +24,6 @@ KNOWN = {
     "pytorch_47589": "what a cycle of objects keeps until it is collected is not told, for nothing grows",
     "pytorch_51978": "the cycle is told, and its leaves again, as idle models",
     "transformers_48131": "suggests micro-batches, not a loss layer by layer",
-    "trl_2799": "suggests a chunked loss, not a gather before the logsumexp",
 }
 
 

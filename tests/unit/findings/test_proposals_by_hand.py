@@ -55,6 +55,18 @@ def test_a_loss_over_words_is_chunked_and_one_over_classes_is_not() -> None:
     assert not list(chunked_loss.propose(losses(50304, tokens=False)))
 
 
+@pytest.mark.parametrize(("num_tokens", "is_told"), [(8192, True), (4096, False)])
+def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 50304, 512)
+    b.inputs(1, 8192)
+    b.new(8192, 50304, op="aten._log_softmax")
+    b.new(num_tokens, op="aten.gather", line="loss.py:4 score")
+    b.phase(PhaseKind.BACKWARD)
+    change = only(chunked_loss.propose(b.context())).change
+    assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
+
+
 # -- micro-batches ----------------------------------------------------------------------------------------------------
 
 
