@@ -21,7 +21,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     Edges are recognized by their indices, int64 [2 x edges], as graph libraries have them.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
-    largest = trace.storages[max(lifetimes.at_peak, key=lambda index: trace.storages[index].num_bytes)]
+    largest = trace.storages[lifetimes.find_largest_at_peak()]
     if len(largest.shape) < 2 or largest.shape[0] not in _list_edge_counts(trace, lifetimes.at_peak):
         return
     num_edges = largest.shape[0]

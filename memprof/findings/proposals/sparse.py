@@ -22,7 +22,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     trace, lifetimes = context.ledger.trace, context.lifetimes
     if not any(op.startswith("aten._sparse") for op in trace.ops):
         return
-    largest = trace.storages[max(lifetimes.at_peak, key=lambda index: trace.storages[index].num_bytes)]
+    largest = trace.storages[lifetimes.find_largest_at_peak()]
     if trace.op(largest) != "aten.mm" or trace.phases[largest.phase].kind is not PhaseKind.BACKWARD:
         return
     indices = (trace.storages[i].shape for i in lifetimes.at_peak if trace.storages[i].dtype == "int64")

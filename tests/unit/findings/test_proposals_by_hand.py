@@ -9,6 +9,7 @@ from memprof.findings.proposals import (
     autocast,
     checkpointing,
     chunked_loss,
+    data_parallel,
     host_memory,
     messages,
     micro_batch,
@@ -225,6 +226,27 @@ def test_a_fused_step_has_no_temporaries() -> None:
         sizes = [one.num_bytes for one in only(optimizer.propose_fused(step(*names))).trace.storages]
         assert sizes == [*[4 * MIB] * (1 + len(names)), 0]
     assert not list(optimizer.propose_fused(step("exp_inf")))  # an optimizer without such a kernel
+
+
+# -- DataParallel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("class_name", "is_told"), [("DataParallel", True), ("Sequential", False)])
+def test_what_is_computed_of_gathered_outputs_is_spread(class_name: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("", class_name)
+    own = b.new(8, 100)
+    b.new(8, 100, device="cuda:1")
+    gathered = b.new(16, 100, op="aten.empty")
+    b.leave()
+    b.trace.gpus = {"cuda:0": True, "cuda:1": True}
+    b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=True, nodes=1, outputs=(gathered,)))
+    loss = b.new(16, 200, op="aten._log_softmax", line="train.py:7 main")
+    found = list(data_parallel.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "DistributedDataParallel" in one.change and "train.py:7" in one.change
+        assert [one.trace.storages[i].num_bytes // 400 for i in (own, gathered, loss)] == [8, 8, 16]
 
 
 # -- host memory ------------------------------------------------------------------------------------------------------
