@@ -22,7 +22,6 @@ KNOWN = {
     "pytorch_46386": "to delete the model is told, which the program does: a reference cycle keeps it",
     "pytorch_47589": "what a cycle of objects keeps until it is collected is not told, for nothing grows",
     "pytorch_51978": "the cycle is told, and its leaves again, as idle models",
-    "transformers_48131": "suggests micro-batches, not a loss layer by layer",
 }
 
 

@@ -105,6 +105,20 @@ def test_no_smaller_batches(context: Context) -> None:
     assert not list(micro_batch.propose(context))
 
 
+@pytest.mark.parametrize("classes", [128, 1])
+def test_where_pairs_fill_the_gpu_batches_stay(classes: int) -> None:
+    """A one_hot of a choice for each of 64 samples and 100 layers; or of one class, which is as large as the choice."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    b.new(6400, 8, dtype="int64", op="aten.topk")
+    b.new(6400, 8, classes, dtype="int64", op="aten.zeros", line="loss.py:4 balance")
+    context = b.context()
+    chunked = list(pairs.propose(context))
+    assert bool(chunked) == (classes > 1) == (not list(micro_batch.propose(context)))
+    assert all("loss.py:4" in one.change for one in chunked)
+
+
 def test_inputs_of_two_lengths_are_no_batch() -> None:
     b = TraceBuilder(PhaseKind.FORWARD)
     for rows in (64, 32):
