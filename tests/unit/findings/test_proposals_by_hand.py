@@ -9,6 +9,7 @@ from memprof.findings.proposals import (
     autocast,
     checkpointing,
     chunked_loss,
+    copies,
     data_parallel,
     host_memory,
     messages,
@@ -282,6 +283,21 @@ def test_what_the_program_creates_may_be_in_host_memory(phase: PhaseKind, op: st
     found = list(host_memory.propose(b.context()))
     assert bool(found) == is_told
     assert all("slide.py:7" in one.change and not one.trace.storages[created].num_bytes for one in found)
+
+
+@pytest.mark.parametrize(
+    ("phase", "width", "is_told"),
+    [(PhaseKind.OTHER, 1024, True), (PhaseKind.OTHER, 512, False), (PhaseKind.FORWARD, 1024, False)],
+)
+def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, width: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 1024, 1024)
+    b.phase(phase)
+    made = [b.new(width, 1024, op="aten.clone", line="ema.py:7 save") for _ in range(8)]
+    found = list(copies.propose(b.context(24 * MIB)))
+    assert bool(found) == is_told
+    for one in found:
+        assert "ema.py:7" in one.change and not any(one.trace.storages[index].num_bytes for index in made)
 
 
 # -- all pairs --------------------------------------------------------------------------------------------------------
