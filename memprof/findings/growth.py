@@ -39,6 +39,16 @@ MIN_RISES = 3  # rises of the number of recreated counterparts: two may be batch
 
 MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
+CYCLE_FIXES = {
+    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
+    "step",
+    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
+    CycleKind.FUNCTION: "let the function not refer to the object that keeps it (give it a weakref.ref), or remove it "
+    "(handle.remove())",
+    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
+    "only when Python's garbage collector happens to run (gc.collect())",
+}
+
 Key = tuple[int, int, str | None]  # indices of operator and line in the trace; the module's path without numbers
 
 
@@ -265,7 +275,7 @@ def is_running_sum(holder: Holder) -> bool:
 def describe_holder(holder: Holder) -> str:
     """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
-    if kind in set(CycleKind):
+    if holder.is_cycle:
         return f"a {kind}, {holder.name}"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
@@ -297,7 +307,7 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     if holder is None:
         text = "what keeps them was not seen: no variable, attribute or container of the program that was found"
         return Evidence(text)
-    preposition = ", closed at" if holder.kind in set(CycleKind) else ", filled at" if holder.fills else " of"
+    preposition = ", closed at" if holder.is_cycle else ", filled at" if holder.fills else " of"
     location = "" if holder.source is None else f"{preposition} {file_and_line(holder.source)}"
     return Evidence(f"kept by {describe_holder(holder)}{location}", source=holder.source)
 

@@ -83,6 +83,13 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
     return None
 
 
+def list_growth_holders(context: Context) -> list[Holder]:
+    """Return what keeps the tensors that accumulate, over training steps or until the peak."""
+    until_peak = find_growth_until_peak(context)
+    holders = [*find_step_leaks(context), *([] if until_peak is None else until_peak.leaks)]
+    return [holder for holder in holders if holder is not None]
+
+
 def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
     """Yield (unit, last event of each round), the longest rounds first."""
     trace = context.ledger.trace

@@ -12,7 +12,8 @@ from memprof.findings.effect import compute_needs_without, effect_evidence, is_d
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import describe_holder, find_growing_storages, find_idle_holder, holder_key
+from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
+from memprof.findings.growth_until_peak import list_growth_holders
 from memprof.findings.idle_storages import (
     MIN_BYTES,
     MIN_MODEL_PHASES,
@@ -24,7 +25,7 @@ from memprof.findings.idle_storages import (
 )
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.stages import format_stage
-from memprof.trace.events import ROLES_OF_MODELS, EventKind, Forward, Holder, PhaseKind, Role, Trace
+from memprof.trace.events import ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_SHARE = 0.05  # of the peak: found when the peak would be lower by at least this and MIN_BYTES
@@ -42,6 +43,7 @@ class _Group(NamedTuple):
     source: str | None  # the line that fills the holder, or assigns to the variable, or makes the call
     storages: list[int]
     is_model: bool = False
+    note: str = ""  # more evidence
 
 
 @rule(55)
@@ -68,9 +70,17 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
-    replaced = find_replaced_models(context)
+    cycles, growing = _find_cycles(trace), {(one.kind, one.name) for one in list_growth_holders(context)}
+    replaced = {index for index in find_replaced_models(context) if make_key(trace, index) not in cycles}
+    if all(trace.owners[index].role is not Role.PARAMETER for index in replaced):
+        replaced = set()  # gradients of a model that a cycle keeps
+    by_holder: dict[Holder, list[int]] = defaultdict(list)
     for index in storages:
         owner = trace.owners.get(index)
+        if (cycle := cycles.get(make_key(trace, index))) is not None:
+            if (cycle.kind, cycle.name) not in growing:
+                by_holder[cycle].append(index)
+            continue
         last_phase = find_phase(context.phases, trace.last_uses[index]).kind
         if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
             by_key[make_key(trace, index)].append(index)
@@ -80,7 +90,6 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
             gradients.append(index)
-    by_holder: dict[Holder, list[int]] = defaultdict(list)
     by_call: dict[tuple[int, int], dict[int, Forward]] = defaultdict(dict)
     groups = []
     for members in by_key.values():
@@ -95,7 +104,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             by_holder[holder] += members
     groups += [_make_holder_group(trace, holder, members) for holder, members in by_holder.items()]
     groups += [_make_call_group(trace, calls) for calls in by_call.values()]
-    groups += _make_model_groups(context, models)
+    groups += _make_model_groups(context, models, replaced)
     if gradients:
         groups.append(_make_gradient_group(trace, gradients))
     return groups
@@ -110,12 +119,17 @@ def _make_gradient_group(trace: Trace, gradients: list[int]) -> _Group:
     return _Group("gradients that the optimizer has used", fix, source, gradients)
 
 
-def _make_model_groups(context: Context, models: Sequence[int]) -> list[_Group]:
-    """Return at most one group, of the idle storages of models: several, one that another has replaced, or one that a
-    program has not used until its end."""
+def _find_cycles(trace: Trace) -> dict[tuple[int, int], Holder]:
+    """Return the reference cycles that keep what the program has dropped, by line and operator of their tensors."""
+    return {make_key(trace, index): one for one in trace.idle_holders if one.is_cycle for index in one.storages}
+
+
+def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterable[int]) -> list[_Group]:
+    """Return at most one group, of the idle storages of models: several, one that another has replaced, which has the
+    storages `replaced`, or one that a program has not used until its end."""
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
-    num_models, replaced = _count_models(context, parameters), find_replaced_models(context)
+    num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     program = trace.facts.program
@@ -219,6 +233,10 @@ def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
 
 def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Group:
     """Return the group of tensors that `holder` keeps."""
+    if holder.is_cycle:
+        what = f"the program has dropped them, and {_format_holder(holder)}, keeps them until garbage is collected"
+        note = "Python's garbage collector runs after so many new objects, thus with a GPU at other moments than here"
+        return _Group(what, CYCLE_FIXES[CycleKind(holder.kind)], holder.source, storages, note=note)
     load_fix = _get_load_fix(trace, storages)
     variable = holder.name.partition("[")[0]
     is_variable = "." not in variable and (not holder.kind or load_fix)
@@ -262,6 +280,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         effect_evidence(context, needs)
         if needs is not None
         else Evidence("the run's peak is at another moment, and the same without it"),
+        *([Evidence(group.note)] if group.note else []),
         *_make_tensor_evidence(context, group.storages),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING

@@ -9,6 +9,7 @@ from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
+    CYCLE_FIXES,
     MIN_STEP_BYTES,
     LeakGroup,
     find_holder_keys,
@@ -25,16 +26,6 @@ from memprof.trace.events import CycleKind, Holder, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
-
-
-_CYCLE_FIXES = {
-    CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
-    "step",
-    CycleKind.CTX: "give it to ctx.save_for_backward(...), which keeps no cycle",
-    CycleKind.FUNCTION: "let the function not refer to what it is registered on, or remove it (handle.remove())",
-    CycleKind.OBJECTS: "set the attribute to None at the end, or make it a weakref.ref; until then the memory is freed "
-    "only when Python's garbage collector happens to run (gc.collect())",
-}
 
 
 @rule(50)
@@ -199,8 +190,8 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
-    if holder is not None and holder.kind in _CYCLE_FIXES:
-        fix = _CYCLE_FIXES[CycleKind(holder.kind)]
+    if holder is not None and holder.is_cycle:
+        fix = CYCLE_FIXES[CycleKind(holder.kind)]
     elif kept_bytes >= MIN_STEP_BYTES:
         fix = (
             f"keep what is needed of each {unit} in host memory (.detach().cpu()) or as a number (.item()), or drop it"

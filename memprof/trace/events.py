@@ -283,6 +283,11 @@ class Holder(NamedTuple):
         """Return whether this is an `except` block, in which an error keeps the tensors of what has failed."""
         return self.kind == HANDLER_KIND
 
+    @property
+    def is_cycle(self) -> bool:
+        """Return whether this is a reference cycle."""
+        return self.kind in set(CycleKind)
+
 
 class CycleKind(enum.StrEnum):
     """`Holder.kind` of a reference cycle; `name` shows it, and `source` is the line that closes it."""

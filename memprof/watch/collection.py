@@ -1,4 +1,4 @@
-"""Control of Python's garbage collector, which is off in runs: frees must not depend on the collector's timing."""
+"""Control of Python's garbage collector: frees must not depend on its timing where memprof can choose it."""
 
 from __future__ import annotations
 

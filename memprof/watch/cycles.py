@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +24,13 @@ from memprof.watch.source_lines import find_attribute_line, find_class_line, fin
 
 MAX_STARTS = 64  # objects from which a cycle is looked for: the oldest tensors, and what refers to them
 
+MAX_TENSORS = 8  # of these
+
 MAX_OBJECTS = 5_000  # that are looked at from one start
 
 MAX_NODES = 2_000  # of an autograd graph
 
-_LEVELS_UP = 4  # of referrers: an attribute of an object, a list in it, a list in that one
+_LEVELS_UP = 16  # of referrers: two or three for each level of the modules that have a parameter
 
 _CREATES_GRAPH = r"\.backward\(.*create_graph\s*=\s*True"
 
@@ -53,7 +56,7 @@ def find_cycle(tensors: Sequence[torch.Tensor], codes: Iterable[CodeType]) -> Cy
 
 def _list_starts(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return `tensors` and what refers to them, nearest first, without frames and what the search itself has made."""
-    starts: dict[int, Any] = {id(tensor): tensor for tensor in tensors[: MAX_STARTS // 2]}
+    starts: dict[int, Any] = {id(tensor): tensor for tensor in tensors[:MAX_TENSORS]}
     ignored = {id(tensors), id(starts)}
     level: list[Any] = list(starts.values())
     for _ in range(_LEVELS_UP):
@@ -125,7 +128,7 @@ def _describe(ring: Sequence[Any], codes: Iterable[CodeType]) -> Cycle:
             return Cycle(CycleKind.GRAD, "tensor -> .grad -> its graph -> tensor", source)
     functions = [value for value in ring if issubclass(type(value), types.FunctionType) and is_program(value.__code__)]
     if functions:
-        return Cycle(CycleKind.FUNCTION, functions[0].__qualname__, format_code_line(functions[0].__code__))
+        return Cycle(CycleKind.FUNCTION, functions[0].__qualname__, _find_passing_line(functions[0]))
     names, source = [], None
     for value in ring:
         name = next((name for name, held in _read_attributes(value).items() if id(held) in ids), None)
@@ -133,6 +136,17 @@ def _describe(ring: Sequence[Any], codes: Iterable[CodeType]) -> Cycle:
             names.append(f"{type(value).__name__}.{name}")
             source = source or _find_closing_line([type(other) for other in ring], name)
     return Cycle(CycleKind.OBJECTS, " -> ".join([*names, *names[:1]]), source)
+
+
+def _find_passing_line(function: types.FunctionType) -> str:
+    """Return the line of the enclosing function that passes `function` on, as to register it; else its first line."""
+    path, _, name = function.__qualname__.rpartition(".<locals>.")
+    enclosing: Any = types.SimpleNamespace(**function.__globals__)
+    for part in path.split("."):
+        enclosing = getattr(enclosing, part, None)
+    passing = rf"[(,=]\s*{re.escape(name)}\s*[,)]"
+    found = find_line(enclosing.__code__, passing) if isinstance(enclosing, types.FunctionType) else None
+    return found or format_code_line(function.__code__)
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:

@@ -117,7 +117,10 @@ class IdleWatch:
         for of_models in (False, True):
             targets = {i: key for i, key in idle.items() if key in large and isinstance(key, Role) == of_models}
             if targets:
-                trace.idle_holders += self._search.find_holders(targets, outermost=of_models)
+                garbage = self._search.find_garbage(targets)
+                unreachable = {index for holder in garbage for index in holder.storages}
+                rest = {index: key for index, key in targets.items() if index not in unreachable}
+                trace.idle_holders += garbage + self._search.find_holders(rest, outermost=of_models)
         return large
 
     def _make_key(self, index: int) -> _Key:

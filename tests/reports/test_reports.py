@@ -18,9 +18,6 @@ REPORTS = list_reports()
 KNOWN = {
     "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
     "pytorch_118883": "sampled_addmm is not simulated",
-    "pytorch_46386": "to delete the model is told, which the program does: a reference cycle keeps it",
-    "pytorch_47589": "what a cycle of objects keeps until it is collected is not told, for nothing grows",
-    "pytorch_51978": "the cycle is told, and its leaves again, as idle models",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from memprof.findings import Finding, Severity, find_all
 from memprof.findings.idle_memory import find
-from memprof.trace.events import NONE, Event, EventKind, Forward, Holder, PhaseKind, Role
+from memprof.trace.events import NONE, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -112,6 +112,26 @@ def test_where_no_holder_was_seen_the_line_is_named() -> None:
 )
 def test_it_is_at_least_64_mib_and_a_twentieth_of_the_peak(idle_mib: int, other_mib: int, is_told: bool) -> None:
     assert bool(logits_bound(idle_mib, other_mib).find()) == is_told
+
+
+CYCLE = Holder(0, CycleKind.OBJECTS, "Node.part -> Node.part", "/x/train.py:9 main", True, None, (), 0, 0, None)
+
+
+def test_what_the_program_has_dropped_is_told_by_the_cycle_that_keeps_it() -> None:
+    b = logits_bound(held=False)
+    b.trace.idle_holders.append(CYCLE._replace(storages=(0,)))
+    (finding,) = b.find()
+    assert "the program has dropped them, and a reference cycle" in finding.title and "train.py:9" in finding.title
+    assert "weakref" in finding.evidence[0].text and finding.evidence[0].source == CYCLE.source
+
+
+def test_models_that_a_cycle_keeps_are_no_models_to_delete() -> None:
+    """As the one above, but the tensors are parameters."""
+    b = logits_bound(held=False)
+    b.trace.owners[0] = Owner(Role.PARAMETER, "weight")
+    b.trace.idle_holders.append(CYCLE._replace(storages=(0,)))
+    (finding,) = b.find()
+    assert "the program has dropped them" in finding.title
 
 
 def test_says_whether_the_run_fits_without_it() -> None:

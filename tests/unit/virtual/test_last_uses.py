@@ -106,6 +106,26 @@ def test_what_was_given_to_a_model_is_named_by_the_attribute() -> None:
     assert (holder.name, len(holder.storages)) == ("Decoder.cache", 1)
 
 
+class Session:
+    """A cycle: its schedule is a function that refers to it."""
+
+    def __init__(self) -> None:
+        self.state = torch.ones(1 << 16, 64, device="cuda")
+        self.schedule = lambda: self
+
+
+def test_what_the_program_has_dropped_is_named_by_its_cycle() -> None:
+    """The search allocates many objects: it must not run the collector, which would free what it is about."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(64, 64).cuda()
+        for _ in range(3):
+            session = Session()
+            (model(torch.ones(4, 64, device="cuda")).sum() + session.state.sum()).backward()
+    (holder,) = (one for one in gpu.trace.idle_holders if one.is_cycle)
+    assert holder.name == "Session.__init__.<locals>.<lambda>" and len(holder.storages) == 1
+    assert not set(holder.storages) & {gpu.trace.events[-1].ref, *range(3)}
+
+
 def test_a_healthy_loop_is_not_searched() -> None:
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         out = model(torch.randn(1024, 64, device="cuda"))

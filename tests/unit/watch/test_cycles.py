@@ -63,6 +63,23 @@ def through_a_hook() -> torch.Tensor:
     return out
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2))))
+        self.seen = 0
+
+        def count(*_: Any) -> None:
+            self.seen += 1
+
+        self.register_forward_hook(count)
+
+
+def of_a_module_with_a_hook() -> torch.Tensor:
+    """The parameter is eight references below the module that the cycle is of."""
+    return next(Counted().parameters())
+
+
 def of_objects() -> torch.Tensor:
     return Trainer().buffer
 
@@ -73,6 +90,12 @@ def of_objects() -> torch.Tensor:
         (through_grad, CycleKind.GRAD, "tensor -> .grad", "x.pow(3).sum().backward(create_graph=True)"),
         (through_ctx, CycleKind.CTX, "ctx.out of KeepsOutput", "ctx.out = out"),
         (through_a_hook, CycleKind.FUNCTION, "through_a_hook.<locals>.<lambda>", "out.register_hook(lambda"),
+        (
+            of_a_module_with_a_hook,
+            CycleKind.FUNCTION,
+            "Counted.__init__.<locals>.count",
+            "register_forward_hook(count)",
+        ),
         (of_objects, CycleKind.OBJECTS, "Trainer.model", "self.model"),
     ],
 )
