@@ -16,7 +16,6 @@ from tests.reports.reports import Report, list_mistakes, list_reports, read, run
 REPORTS = list_reports()
 
 KNOWN = {
-    "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
     "pytorch_118883": "sampled_addmm is not simulated",
 }
 
