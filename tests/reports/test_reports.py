@@ -15,9 +15,7 @@ from tests.reports.reports import Report, list_mistakes, list_reports, read, run
 
 REPORTS = list_reports()
 
-KNOWN = {
-    "pytorch_118883": "sampled_addmm is not simulated",
-}
+KNOWN: dict[str, str] = {}
 
 
 BY_DAY = ("fms_fsdp_152", "functorch_1058", "nanogpt_236", "pinot_23", "pytorch_4661", "pyg_459", "unsloth_7678")

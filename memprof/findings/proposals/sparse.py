@@ -1,4 +1,4 @@
-"""Proposes other forms of sparse products, where the gradient of a sparse COO matrix is computed as a dense one."""
+"""Proposes other forms of sparse products, where a gradient is computed as a dense matrix, or is masked by one."""
 
 from __future__ import annotations
 
@@ -37,3 +37,24 @@ def propose(context: Context) -> Iterator[Proposal]:
         f"instead of the dense gradient {where}"
     )
     yield Proposal(resize(trace, dict.fromkeys(alike, num_bytes)), change)
+
+
+@proposes(49)
+def propose_rows(context: Context) -> Iterator[Proposal]:
+    """Yield the change if a backward of torch.sparse.sampled_addmm makes its mask dense, and that is the largest tensor
+    at the peak: rows and columns of the operands, gathered for the nonzero elements, and their products.
+
+    Operands are not recorded: none has more columns than the widest of the matrices that are live then.
+    """
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    largest = trace.storages[lifetimes.find_largest_at_peak()]
+    sampled = next((one for one in trace.storages if trace.op(one) == "aten.sparse_sampled_addmm"), None)
+    if trace.op(largest) != "aten.sparse_mask" or sampled is None:
+        return
+    matrices = (trace.storages[index] for index in lifetimes.at_peak)
+    width = max((min(one.shape) for one in matrices if len(one.shape) == 2 and one.dtype == sampled.dtype), default=1)
+    masks = [index for index, one in enumerate(trace.storages) if trace.op(one) == "aten.sparse_mask" and one.hidden]
+    sizes = dict.fromkeys(masks, 0) | {masks[0]: 3 * sampled.num_bytes * width}
+    change = f"(left[rows] * right.T[columns]).sum(1) of the {sampled.shape[0]} nonzero elements instead of "
+    where = f"torch.sparse.sampled_addmm at {file_and_line(trace.source_line(sampled))}"
+    yield Proposal(resize(trace, sizes), f"{change}{where}, whose backward makes the mask dense")

@@ -420,6 +420,20 @@ def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
     assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)
 
 
+@pytest.mark.parametrize("op", ["aten.sparse_sampled_addmm", "aten.mul"])
+def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 16, op="aten.randn")
+    b.new(5000, op=op, line="score.py:3 score")
+    b.phase(PhaseKind.BACKWARD)
+    made = [b.alloc(num_bytes, op="aten.sparse_mask", hidden=True) for num_bytes in (4096 * 4096, 8 * 4096 * 4096)]
+    found = list(sparse.propose_rows(b.context()))
+    assert len(found) == (op == "aten.sparse_sampled_addmm")
+    for one in found:
+        assert "score.py:3" in one.change
+        assert [one.trace.storages[index].num_bytes for index in made] == [3 * 5000 * 16 * 4, 0]
+
+
 @pytest.mark.parametrize(("indices", "op", "is_told"), [
     ((2, 5000), "aten.index", True),
     ((2, 5000), "aten.mul", False),  # not gathered
