@@ -115,10 +115,17 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     groups += [_make_call_group(trace, calls) for calls in by_call.values()]
     groups += _make_model_groups(context, models, replaced)
     if gradients:
-        fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
-        edit = _make_gradients_edit(trace)
-        groups.append(_Group("gradients that the optimizer has used", fix, None, gradients, edit=edit))
+        groups.append(_make_gradient_group(trace, gradients))
     return groups
+
+
+def _make_gradient_group(trace: Trace, gradients: list[int]) -> _Group:
+    """Return the group of gradients that are kept after the step of their optimizer."""
+    in_steps = (one for one in trace.storages if trace.phases[one.phase].kind is PhaseKind.OPTIMIZER_STEP)
+    source = next((line for one in in_steps if (line := trace.source_line(one)) is not None), None)
+    where = "" if source is None else f" at {file_and_line(source)}"
+    fix = f"call zero_grad() right after the optimizer's step{where}, before the next forward pass"
+    return _Group("gradients that the optimizer has used", fix, source, gradients, edit=_make_gradients_edit(trace))
 
 
 def _make_gradients_edit(trace: Trace) -> Edit | None:
@@ -284,7 +291,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
     needs = None
     is_at_peak = saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes
-    if is_at_peak or (kept >= MIN_BYTES and not ledger.run.fits):
+    if is_at_peak or _sum_idle_bytes(context, frees) >= MIN_BYTES:
         needs = compute_needs_without(context, frees)
     if not is_at_peak and not is_decisive(context, needs):
         needs = None
@@ -307,6 +314,16 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     num_bytes = saved if is_at_peak else kept
     decisive = is_decisive(context, needs)
     return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit)
+
+
+def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:
+    """Return the bytes of the storages that are kept after their last use, in `frees`, where memory runs out."""
+    oom = context.ledger.out_of_memory
+    if oom is None:
+        return 0
+    return context.lifetimes.find_live(
+        oom.event, [index for index, used in frees.items() if used <= oom.event]
+    ).num_bytes
 
 
 def _format_last_use(context: Context, event: int) -> str:

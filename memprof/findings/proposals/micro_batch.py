@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from memprof.findings.evidence import param_names
 from memprof.findings.finding import Context
 from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events, resize
 from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
@@ -18,10 +19,13 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EV
 
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change to as many rows at a time as fit."""
+    """Yield the change to as many rows at a time as fit.
+
+    If pairs fill the GPU, they can be computed in chunks, and a loss that compares samples stays the same.
+    """
     trace = context.ledger.trace
-    batch_size = find_batch_size(context)
-    if batch_size is None:
+    batch_size, chunks = find_batch_size(context), find_chunks(context)
+    if batch_size is None or (chunks is not None and context.lifetimes.find_largest_at_peak() in chunks.sizes):
         return
     batched = _find_batched(context, batch_size)
     if not batched:
