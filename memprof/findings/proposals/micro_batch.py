@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -25,7 +26,10 @@ def propose(context: Context) -> Iterator[Proposal]:
     """
     trace = context.ledger.trace
     batch_size, chunks = find_batch_size(context), find_chunks(context)
-    if batch_size is None or (chunks is not None and context.lifetimes.find_largest_at_peak() in chunks.sizes):
+    largest = context.lifetimes.find_largest_at_peak()
+    if batch_size is None:
+        return
+    if chunks is not None and chunks.sizes.get(largest, math.inf) < trace.storages[largest].num_bytes:
         return
     batched = _find_batched(context, batch_size)
     if not batched:
