@@ -68,6 +68,7 @@ _SLOWEST = (
     "recipes/",
     "golden/test_unchanged.py",
     "programs/",
+    "patches/",
     "planted/",
     "reports/",
     "cli/test_printed_commands.py",

@@ -22,6 +22,7 @@ from memprof.spec import option
 
 if TYPE_CHECKING:
     from memprof.report.documents.base import DisplayedDocument
+    from memprof.report.documents.patch import SuggestedPatch
     from memprof.report.documents.report import Report
     from memprof.report.page.page import PageDocument as Page
     from memprof.trace.events import Trace
@@ -189,6 +190,16 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
 def print_report(document: Report, output: ReportOptions) -> None:
     """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
     print_result(document, output, "report", explain=output.explain)
+
+
+def print_patch(patch: SuggestedPatch) -> None:
+    """Print a suggested patch on stdout: its effect, and then the diff, which is the last of the output."""
+    from memprof.report.terminal.console import print_view
+    from memprof.report.terminal.patch import render_patch
+
+    echo("")
+    print_view(render_patch(patch))
+    sys.stdout.write(patch.diff)
 
 
 def print_cache_age(seconds: float, *, quiet: bool) -> None:

@@ -15,7 +15,7 @@ import typer
 from memprof.cli.child import continue_in_child, send_exit_code
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import FixOptions, reuse_option
-from memprof.cli.output import CaptureOptions, choose_exit_code
+from memprof.cli.output import CaptureOptions, choose_exit_code, print_patch
 from memprof.cli.progress import Progress
 from memprof.cli.streams import echo, protect_streams, report_error
 from memprof.errors import MemprofError, UsageError
@@ -41,6 +41,10 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
     """Options of `memprof run`: for the script, and for its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
+    suggest_patch: bool = option(
+        False, "Fixes", "Suggest a diff of the script's own lines that removes the cause, and run a copy with it; the "
+        "script is not changed.",
+    )  # fmt: skip
     lengths: str | None = reuse_option("lengths", panel="")
 
     def build_spec(self) -> RunSpec:
@@ -97,6 +101,9 @@ def run(
     if request.shown_gpu is not None and not 0 <= request.shown_gpu < (request.gpus or request.shown_gpu + 1):
         hint = "GPUs count from 0" + (f", to {request.gpus - 1}" if request.gpus else "")
         raise UsageError("there is no such GPU", value=f"--gpu-index {request.shown_gpu}", hint=hint)
+    if request.suggest_patch and (is_search or request.ranks is not None or request.device != "virtual"):
+        hint = "leave out --ladder, --fix auto, --largest, --ranks and --device"
+        raise UsageError("a patch is tried in runs of one rank on the virtual GPU", value="--suggest-patch", hint=hint)
     if request.fix is not None and request.ladder:
         raise UsageError("--ladder chooses fixes itself", value=f"--fix {request.fix}", hint="give --fix or --ladder")
     request.check_largest(request.device)
@@ -115,7 +122,7 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     from memprof.script import EndReason
     from memprof.trace.events import FailureKind
 
-    old_threads = frozenset(threading.enumerate())
+    old_threads, folder = frozenset(threading.enumerate()), os.getcwd()
     with protect_streams(to_stderr=request.as_json):
         result = run_script(program, stop_rule, request.build_spec())
     outcome, document = result.outcome, result.document
@@ -136,7 +143,15 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
         elif not isinstance(outcome.error, MemprofError):
             report_error(MemprofError(failure.message, hint=failure.hint), as_json=as_json, exit_code=code)
         return code
+    if request.suggest_patch:
+        from memprof.flows.patch.suggest import suggest_patch
+
+        with Progress(quiet=request.quiet) as progress:
+            patch = suggest_patch(program, stop_rule, request.build_spec(), document, folder, progress)
+        document = dataclasses.replace(document, patch=patch)
     request.print_run(result.trace, document)
+    if document.patch is not None and not (request.as_json or request.quiet):
+        print_patch(document.patch)
     code = int(ExitCode.DOES_NOT_FIT) if outcome.ended is EndReason.REFUSED else code or choose_exit_code(document)
     if outcome.ended is not EndReason.EXIT:
         _exit_with_threads(old_threads, code)

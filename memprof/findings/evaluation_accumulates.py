@@ -7,6 +7,7 @@ import bisect
 from memprof.allocator import compute_memory_needs
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
+from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
@@ -139,7 +140,11 @@ def _make_finding(
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     decisive = _is_decisive(context, kept_storages)
     title += "; in host memory, the run fits" * decisive
-    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), is_decisive=decisive)
+    largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
+    edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST)
+    return Finding(
+        "evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), is_decisive=decisive, edit=edit
+    )
 
 
 def _is_decisive(context: Context, kept: set[int]) -> bool:

@@ -6,6 +6,7 @@ import bisect
 from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
@@ -115,7 +116,9 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
-    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
+    trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
+    edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)
+    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), edit=edit)
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:

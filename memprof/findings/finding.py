@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from memprof.findings.edits import Edit
 from memprof.findings.lifetimes import Lifetimes
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.streams import StreamMemory
@@ -64,6 +65,8 @@ class Finding:
     # Whether the run does not fit, and would without what was found: such a finding is shown first.
     is_decisive: bool = field(default=False, metadata=json_name(None))
     suggestions: tuple[Suggestion, ...] = ()  # Changes with their effect, which `fixes` has the names of, where known.
+    # The change of one place in the program that takes the cause away; None: there is none, or it is not that local.
+    edit: Edit | None = field(default=None, metadata=json_name(None))
 
     @property
     def order(self) -> tuple[bool, int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
@@ -44,6 +45,7 @@ class _Group(NamedTuple):
     storages: list[int]
     is_model: bool = False
     note: str = ""  # more evidence
+    edit: Edit | None = None  # the change of the program that `fix` is
 
 
 @rule(55)
@@ -59,9 +61,16 @@ def find(context: Context) -> list[Finding]:
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     others = {index for holder in trace.error_holders for index in holder.storages}
     others |= find_growing_storages(context) | find_covered_storages(context)
+    if not _has_exited(trace):
+        others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
     groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))
     groups += _make_error_groups(trace)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
+
+
+def _has_exited(trace: Trace) -> bool:
+    """Return whether the program has come to its end: one that has not may use later what it has not used so far."""
+    return trace.facts.program is not None and trace.facts.program.ended == "exit"
 
 
 def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
@@ -116,7 +125,14 @@ def _make_gradient_group(trace: Trace, gradients: list[int]) -> _Group:
     source = next((line for one in in_steps if (line := trace.source_line(one)) is not None), None)
     where = "" if source is None else f" at {file_and_line(source)}"
     fix = f"call zero_grad() right after the optimizer's step{where}, before the next forward pass"
-    return _Group("gradients that the optimizer has used", fix, source, gradients)
+    return _Group("gradients that the optimizer has used", fix, source, gradients, edit=_make_gradients_edit(trace))
+
+
+def _make_gradients_edit(trace: Trace) -> Edit | None:
+    """Return the edit of the file that trains: of the last call with gradients that was recorded."""
+    calls = (call for call in reversed(trace.forwards) if call.nodes and call.training)
+    source = next((trace.source_at(call.source) for call in calls), None)
+    return None if source is None else Edit(EditKind.FREE_GRADIENTS, source)
 
 
 def _find_cycles(trace: Trace) -> dict[tuple[int, int], Holder]:
@@ -132,8 +148,6 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
-    program = trace.facts.program
-    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
     fix = "delete the model and its optimizer, or move them to the host"
     if num_models > 1:
         each = sum(trace.storages[index].num_bytes for index in models) // num_models
@@ -141,7 +155,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     elif replaced:
         models = sorted(replaced)
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
-    elif num_models and has_ended and len(computing) >= MIN_MODEL_PHASES:
+    elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
         models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
@@ -166,12 +180,14 @@ def _make_error_groups(trace: Trace) -> list[_Group]:
             retrying = f"`{holder.name}`" if holder.name else "a library"
             by = f"the `except` block in which {'the script' if retrying == '`<module>`' else retrying} retries{place}"
             fix = "leave the `except` block before the retry: set a flag in it, and retry after the block"
+            kind = EditKind.RETRY_AFTER_HANDLER
         else:
             by = f"the traceback of {_format_holder(holder)}"
             fix = f"keep no exception in `{holder.name}`: its text, str(error), is enough"
-        groups.append(
-            _Group(f"tensors of an attempt that ran out of memory, kept by {by}", fix, holder.source, storages)
-        )
+            kind = EditKind.KEEP_ERROR_TEXT
+        what = f"tensors of an attempt that ran out of memory, kept by {by}"
+        edit = None if holder.source is None else Edit(kind, holder.source, holder.name)
+        groups.append(_Group(what, fix, holder.source, storages, edit=edit))
     return groups
 
 
@@ -214,21 +230,27 @@ def _make_call_group(trace: Trace, calls: dict[int, Forward]) -> _Group:
     name, source = trace.modules[call.module].class_name, trace.source_at(call.source)
     what = f"the graph of {plural(num_calls, 'call')} of {name} at {file_and_line(source)}, which no backward has used"
     fix = "call it under torch.no_grad() if no backward follows, or drop what it returns"
-    return _Group(what, fix, source, list(calls))
+    edit = None if source is None else Edit(EditKind.NO_GRADIENTS, source)
+    return _Group(what, fix, source, list(calls), edit=edit)
 
 
-def _get_load_fix(trace: Trace, storages: Sequence[int]) -> str:
-    """Return the fix of tensors that torch.load made; "" for others."""
+_LOAD_FIX = 'load it with map_location="cpu"'
+
+
+def _make_load_edit(trace: Trace, storages: Sequence[int]) -> Edit | None:
+    """Return the edit of the line that loads `storages`; None for what torch.load has not made."""
     largest = trace.storages[max(storages, key=lambda index: trace.storages[index].num_bytes)]
-    return 'load it with map_location="cpu"' if trace.op(largest) == "torch.load" else ""
+    source = trace.source_line(largest)
+    return None if trace.op(largest) != "torch.load" or source is None else Edit(EditKind.LOAD_ON_HOST, source)
 
 
 def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
     """Return the group of tensors that one operator at one line made, and whose holder was not seen."""
     storage = trace.storages[storages[0]]
     made = f"the result of {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
-    fix = _get_load_fix(trace, storages) or "drop the last reference after the last use"
-    return _Group(made, fix, None, storages)
+    edit = _make_load_edit(trace, storages)
+    fix = "drop the last reference after the last use" if edit is None else _LOAD_FIX
+    return _Group(made, fix, None, storages, edit=edit)
 
 
 def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Group:
@@ -236,16 +258,21 @@ def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Gr
     if holder.is_cycle:
         what = f"the program has dropped them, and {_format_holder(holder)}, keeps them until garbage is collected"
         note = "Python's garbage collector runs after so many new objects, thus with a GPU at other moments than here"
-        return _Group(what, CYCLE_FIXES[CycleKind(holder.kind)], holder.source, storages, note=note)
-    load_fix = _get_load_fix(trace, storages)
+        fix, edit = CYCLE_FIXES[CycleKind(holder.kind)], make_holder_edit(trace, holder, None)
+        return _Group(what, fix, holder.source, storages, note=note, edit=edit)
+    edit = _make_load_edit(trace, storages)
     variable = holder.name.partition("[")[0]
-    is_variable = "." not in variable and (not holder.kind or load_fix)
+    is_variable = "." not in variable and (not holder.kind or edit is not None)
     fix = (
         f"`del {variable}` after the last use"
         if is_variable
         else f"drop the tensors of `{holder.name}` after their use"
     )
-    return _Group(_format_holder(holder), f"{load_fix}, or {fix}" if load_fix else fix, holder.source, storages)
+    if edit is not None:
+        fix = f"{_LOAD_FIX}, or {fix}"
+    elif is_variable and holder.source is not None:
+        edit = Edit(EditKind.DELETE, holder.source, variable)
+    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit)
 
 
 def _format_holder(holder: Holder) -> str:
@@ -285,7 +312,8 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept
-    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=is_decisive(context, needs))
+    decisive = is_decisive(context, needs)
+    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit)
 
 
 def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:

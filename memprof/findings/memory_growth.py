@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 
+from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
@@ -87,9 +88,8 @@ def _make_finding(
         evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
-    evidence.append(
-        _make_fix_evidence(holder, per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0))
-    )
+    kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
+    evidence.append(_make_fix_evidence(holder, kept))
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -102,7 +102,13 @@ def _make_finding(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
+        edit=make_holder_edit(trace, holder, _choose_kind(kept)),
     )
+
+
+def _choose_kind(kept_bytes: int) -> EditKind | None:
+    """Return the kind of edit of what adds so many bytes even without the autograd graph; None if those are few."""
+    return EditKind.KEEP_ON_HOST if kept_bytes >= MIN_STEP_BYTES else None
 
 
 def _grade(bytes_per_round: int, *, is_cause: bool) -> Severity:
@@ -127,13 +133,16 @@ def _make_finding_until_peak(
         return None
     evidence = [] if growth.unit == CALL and holder is None else [holder_evidence(holder)]
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
+    edit = None
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context.ledger.trace))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
+        edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
+        edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
         f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
@@ -146,6 +155,7 @@ def _make_finding_until_peak(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
+        edit=edit,
     )
 
 

@@ -169,7 +169,7 @@ class GrowthWatch:
         """
         storages, owners = self._recorder.trace.storages, self._recorder.trace.owners
         unused = set(self._recorder.storages.iterate_unused_since(begin))
-        for index in self._recorder.storages.index_by_address.values():
+        for index in self._recorder.storages.list_live():
             if index in owners and owners[index].role is Role.KV_CACHE:
                 if index in unused:
                     yield index
@@ -203,7 +203,7 @@ class GrowthWatch:
         """Return key -> bytes of the live storages from `first_index` on that may accumulate (`indices`; None: all)."""
         live_bytes: dict[_CounterpartKey, int] = defaultdict(int)
         for index, key in self._find_candidates(
-            first_index, self._recorder.storages.index_by_address.values() if indices is None else indices
+            first_index, self._recorder.storages.list_live() if indices is None else indices
         ):
             live_bytes[key] += self._recorder.trace.storages[index].num_bytes
         return live_bytes
@@ -214,7 +214,7 @@ class GrowthWatch:
             return
         self._num_searches += 1
         self._searched_keys |= grown_keys
-        live = self._recorder.storages.index_by_address.values()
+        live = self._recorder.storages.list_live()
         targets = {index: key for index, key in self._find_candidates(first_index, live) if key in grown_keys}
         found = self.search.find_holders(targets)
         explained = {targets[index] for holder in found for index in holder.storages if index in targets}

@@ -117,7 +117,12 @@ class IdleWatch:
             num_bytes[key] = num_bytes.get(key, 0) + trace.storages[index].num_bytes
         large = {key for key, size in num_bytes.items() if size >= MIN_BYTES}
         for of_models in (False, True):
-            targets = {i: key for i, key in idle.items() if key in large and isinstance(key, Role) == of_models}
+            # A model is named as a whole, and each other tensor by a variable of its own.
+            targets = {
+                index: key if of_models else index
+                for index, key in idle.items()
+                if key in large and isinstance(key, Role) == of_models
+            }
             if targets:
                 garbage = self._search.find_garbage(targets)
                 unreachable = {index for holder in garbage for index in holder.storages}

@@ -24,6 +24,7 @@ from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.base import DisplayedDocument
 from memprof.report.documents.ladder import LadderRow
 from memprof.report.documents.limit import LargestSearch
+from memprof.report.documents.patch import SuggestedPatch
 from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.frames import RowTable
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
@@ -143,6 +144,8 @@ class Report(DisplayedDocument):
     gpus: tuple[GpuRow, ...] = ()  # With several GPUs in one process: a row for each.
     # The search of `--largest`; the report is about the largest run that fits, or the smallest if none does.
     limit: LargestSearch | None = None
+    # A change of the script that was run, and needs less, if requested (`--suggest-patch`).
+    patch: SuggestedPatch | None = None
     # The rank that the report is about, except for verdict and findings; None: the program is one process.
     rank: RankFacts | None = None
     # A row for each rank of a program whose ranks ran together.
@@ -198,7 +201,7 @@ class Report(DisplayedDocument):
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain JSON values (docs/json.md lists the names)."""
         values = super(Report, self).to_json() | {"target": target_to_json(self.target)}
-        optional = ("gpus", "limit", "rank", "ranks", "streams", "over_time")
+        optional = ("gpus", "limit", "patch", "rank", "ranks", "streams", "over_time")
         omitted = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del values["bridge"]["nccl_group_bytes"]

@@ -137,6 +137,10 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             if any(finding.is_decisive for finding in document.findings):
+                if document.findings[0].edit is not None and document.patch is None:
+                    return "a diff with the first finding's line changed, and what it needs then", run(
+                        "--suggest-patch"
+                    )
                 return "whether it fits with the first finding's line changed", run()
             suggested = _list_suggested_fixes(document)
             if not suggested.isdisjoint(script_fix_names()):

@@ -114,6 +114,14 @@ def test_it_is_at_least_64_mib_and_a_twentieth_of_the_peak(idle_mib: int, other_
     assert bool(logits_bound(idle_mib, other_mib).find()) == is_told
 
 
+def test_what_the_program_may_still_read_is_no_finding_until_it_has_ended() -> None:
+    b = logits_bound(held=False)
+    b.trace.idle_holders.append(OUT._replace(storages=(0,), is_read_later=True))
+    assert not b.find()
+    exits(b)
+    assert b.find()
+
+
 CYCLE = Holder(0, CycleKind.OBJECTS, "Node.part -> Node.part", "/x/train.py:9 main", True, None, (), 0, 0, None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memprof.findings import Finding, Severity
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
 from memprof.report.documents.limit import LargestSearch, LargestSearchRun
@@ -38,6 +39,8 @@ EXPANDABLE = "whether expandable segments would reserve less", "--alloc-conf exp
 FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
 CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
+LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 f", "x")), *HELPS)
+PATCH = "a diff with the first finding's line changed, and what it needs then"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 
@@ -103,6 +106,7 @@ def limit(largest: int | None) -> LargestSearch:
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
         (ran(fits=False, findings=CAUSE), ("whether it fits with the first finding's line changed", f"{RUN} {SCRIPT}")),
+        (ran(fits=False, findings=LOCAL_CAUSE), (PATCH, f"{RUN} --gpu h100-80gb --suggest-patch a.py")),
         (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False), FINDINGS),
         (ran(fits=False, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
