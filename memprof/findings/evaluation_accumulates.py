@@ -10,7 +10,7 @@ from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import is_decisive
 from memprof.findings.evidence import file_and_line
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Forward, Holder
@@ -32,8 +32,25 @@ def find(context: Context) -> list[Finding]:
     these; also KV caches that something keeps and that no later call uses. Other tensors created inside modules, and
     tensors that the rule `memory-growth` reports, do not.
     """
-    trace = context.ledger.trace
     findings: dict[int, Finding] = {}
+    for loop, reported in _find_kept(context):
+        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
+        previous = findings.get(loop[0].module)
+        if previous is None or left_bytes > (previous.num_bytes or 0):
+            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
+    return list(findings.values())
+
+
+def find_kept_keys(context: Context) -> set[growth.Key]:
+    """Return the keys of the tensors that accumulate over calls: smaller batches make more calls, and keep as much."""
+    return {leak.key for _, reported in _find_kept(context) for leaks in reported.values() for leak in leaks}
+
+
+@cache_per_context
+def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None, list[growth.LeakGroup]]]]:
+    """Return the loops of calls over which tensors accumulate, each with these by what keeps them."""
+    trace = context.ledger.trace
+    found = []
     for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
@@ -50,11 +67,9 @@ def find(context: Context) -> list[Finding]:
             if _sum_bytes_per_call(leaks) >= MIN_BYTES
             and (holder is None or (holder.limit is None and growth.holder_key(holder) not in reported_keys))
         }
-        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
-        previous = findings.get(loop[0].module)
-        if reported and (previous is None or left_bytes > (previous.num_bytes or 0)):
-            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
-    return list(findings.values())
+        if reported:
+            found.append((loop, reported))
+    return found
 
 
 def _find_kept_caches(context: Context, loop: list[Forward]) -> list[int]:

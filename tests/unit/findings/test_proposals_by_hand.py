@@ -106,6 +106,21 @@ def test_no_smaller_batches(context: Context) -> None:
     assert not list(micro_batch.propose(context))
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    for _ in range(5):
+        begin = len(b.trace.events)
+        b.enter("", "Net")
+        output = b.new(64, 1000)
+        b.leave()
+        call = Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=(output,))
+        b.trace.forwards.append(call)
+        b.free(*[] if is_kept else [output])
+    assert bool(list(micro_batch.propose(b.context()))) is not is_kept
+
+
 @pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
 def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool) -> None:
     """A one_hot of a choice for each of 64 samples and 100 layers: of a chunk of one GiB, of less, and of one class,
