@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import bisect
 
+from memprof.allocator import compute_memory_needs
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
+from memprof.findings.effect import is_decisive
 from memprof.findings.evidence import file_and_line
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.ledger.categories import Category
+from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
@@ -23,12 +27,30 @@ _TRAINER = "transformers/trainer"
 def find(context: Context) -> list[Finding]:
     """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    Outputs of the model, tensors created outside modules, and tensors created inside a model in training mode that no
-    later call uses count: a hook may have kept these. A KV cache, other tensors created inside modules, and tensors
-    that the rule `memory-growth` reports do not.
+    It is decisive if the run would fit with these in host memory. Outputs of the model, tensors created outside
+    modules, and tensors created inside a model in training mode that no later call uses count: a hook may have kept
+    these; also KV caches that something keeps and that no later call uses. Other tensors created inside modules, and
+    tensors that the rule `memory-growth` reports, do not.
     """
-    trace = context.ledger.trace
     findings: dict[int, Finding] = {}
+    for loop, reported in _find_kept(context):
+        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
+        previous = findings.get(loop[0].module)
+        if previous is None or left_bytes > (previous.num_bytes or 0):
+            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
+    return list(findings.values())
+
+
+def find_kept_keys(context: Context) -> set[growth.Key]:
+    """Return the keys of the tensors that accumulate over calls: smaller batches make more calls, and keep as much."""
+    return {leak.key for _, reported in _find_kept(context) for leaks in reported.values() for leak in leaks}
+
+
+@cache_per_context
+def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None, list[growth.LeakGroup]]]]:
+    """Return the loops of calls over which tensors accumulate, each with these by what keeps them."""
+    trace = context.ledger.trace
+    found = []
     for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
@@ -36,6 +58,7 @@ def find(context: Context) -> list[Finding]:
             for index in new_storages(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop)
         ]
+        candidates += _find_kept_caches(context, loop)
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
         reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
         reported = {
@@ -44,11 +67,18 @@ def find(context: Context) -> list[Finding]:
             if _sum_bytes_per_call(leaks) >= MIN_BYTES
             and (holder is None or (holder.limit is None and growth.holder_key(holder) not in reported_keys))
         }
-        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
-        previous = findings.get(loop[0].module)
-        if reported and (previous is None or left_bytes > (previous.num_bytes or 0)):
-            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
-    return list(findings.values())
+        if reported:
+            found.append((loop, reported))
+    return found
+
+
+def _find_kept_caches(context: Context, loop: list[Forward]) -> list[int]:
+    """Return the storages of KV caches that no call of `loop` uses after the one in which they were allocated, and that
+    something was seen to keep, such as a list of what generate() has returned."""
+    trace = context.ledger.trace
+    held = {growth.make_key(trace, index) for holder in trace.holders for index in holder.storages}
+    caches = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
+    return [i for i in caches if growth.make_key(trace, i) in held and _is_unused_later(context, i, loop)]
 
 
 def _is_kept_unused(context: Context, index: int, loop: list[Forward]) -> bool:
@@ -56,9 +86,18 @@ def _is_kept_unused(context: Context, index: int, loop: list[Forward]) -> bool:
 
     In eval mode a model may keep a cache of its own, to be read in calls that the run did not come to.
     """
-    last_uses, birth = context.ledger.trace.last_uses, context.lifetimes.births[index]
-    forward = loop[bisect.bisect_right(loop, birth, key=lambda forward: forward.end)]
-    return forward.training and bool(last_uses) and last_uses[index] <= forward.end
+    return _find_call(context, index, loop).training and _is_unused_later(context, index, loop)
+
+
+def _is_unused_later(context: Context, index: int, loop: list[Forward]) -> bool:
+    """Return whether no operator uses the storage `index` after the call in which it was allocated."""
+    last_uses = context.ledger.trace.last_uses
+    return bool(last_uses) and last_uses[index] <= _find_call(context, index, loop).end
+
+
+def _find_call(context: Context, index: int, loop: list[Forward]) -> Forward:
+    """Return the call of `loop` in which, or before which, the storage `index` was allocated."""
+    return loop[bisect.bisect_right(loop, context.lifetimes.births[index], key=lambda forward: forward.end)]
 
 
 def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
@@ -71,10 +110,11 @@ def _make_finding(
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
     outputs = {index for forward in loop for index in forward.outputs}
-    kept_storages = (index for leaks in holders.values() for leak in leaks for index in leak.storages)
-    is_inside = any(trace.storages[index].module != NONE and index not in outputs for index in kept_storages)
+    kept_storages = {index for leaks in holders.values() for leak in leaks for index in leak.storages}
+    has_caches = any(context.ledger.categories[index] is Category.KV_CACHE for index in kept_storages)
+    is_inside = not has_caches and any(trace.storages[index].module != NONE for index in kept_storages - outputs)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
-    kept = "Tensors" if is_inside else "Outputs"
+    kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside else "Outputs"
     title = (
         f"{kept} of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left_bytes)} after the last{growth.format_holders(*holders)}"
@@ -98,9 +138,26 @@ def _make_finding(
         )
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
+    decisive = _is_decisive(context, kept_storages)
+    title += "; in host memory, the run fits" * decisive
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
     edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST)
-    return Finding("evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), edit=edit)
+    return Finding(
+        "evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), is_decisive=decisive, edit=edit
+    )
+
+
+def _is_decisive(context: Context, kept: set[int]) -> bool:
+    """Return whether the run does not fit, and would with `kept` in host memory, and the failed allocation too if the
+    same line makes that."""
+    run, trace, oom = context.ledger.run, context.ledger.trace, context.ledger.out_of_memory
+    if oom is None:
+        return False
+    made = {(trace.storages[index].source, trace.storages[index].op) for index in kept}
+    failed = trace.storages[oom.storage]
+    away = kept | {oom.storage} if (failed.source, failed.op) in made else kept
+    needs = compute_memory_needs(resize(trace, dict.fromkeys(away, 0)), run.gpu, run.config, run.release)
+    return is_decisive(context, needs)
 
 
 def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
@@ -111,6 +168,10 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
         return Evidence(
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
             "eval_accumulation_steps=1, which moves them to host memory after each batch"
+        )
+    if any(context.ledger.categories[leak.storages[-1]] is Category.KV_CACHE for leak in leaks):
+        return growth.holder_fix_evidence(
+            holder, "keep the tokens of each output, and drop its KV cache and its scores"
         )
     return growth.holder_fix_evidence(
         holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)"

@@ -82,9 +82,11 @@ def is_applicable(context: Context, fix: Fix) -> bool:
 
 
 def is_inference(trace: Trace) -> bool:
-    """Return whether a run only infers; without a known forward, or where memory ran out early, it may be training."""
+    """Return whether a run only infers; without a known forward, or where memory ran out before a model was called
+    without gradients, it may be training."""
     kinds = {phase.kind for phase in trace.phases}
-    return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.ended_out_of_memory
+    is_known = not trace.ended_out_of_memory or (bool(trace.forwards) and not trace.trains)
+    return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
 
 
 def has_half_tensors(trace: Trace) -> bool:

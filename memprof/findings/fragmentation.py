@@ -24,6 +24,8 @@ from memprof.trace.events import Trace
 from memprof.trace.snapshot import DEFAULT_POOL, SnapshotSegment
 from memprof.units import MIB, format_bytes
 
+FRAGMENTATION = "fragmentation"
+
 MIN_BYTES = 256 * MIB
 # Of the reserved peak. The reserved peak must exceed the allocated peak by this share and by MIN_BYTES, unless the run
 # would fit without fragmentation. Cached blocks after a peak are no fragmentation.
@@ -40,7 +42,8 @@ def find(context: Context) -> list[Finding]:
     fit without fragmentation, else the difference between the peaks of reserved and allocated memory.
 
     Nothing is found where memory runs out with less than MIN_SHARE free, and would with expandable segments too; where
-    it would run out anyway, only of a run that ends there.
+    it would run out anyway, only of a run that ends there; nor where the GPU has room for more than the fragmentation,
+    and expandable segments do not reduce it.
     """
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
@@ -82,8 +85,10 @@ def find(context: Context) -> list[Finding]:
         title += f"never in use ({share}): tensors take at most {peak_text}"
     # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
+    if has_room and expandable is not None and not fixes:
+        return []
     severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
-    return [Finding("fragmentation", severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
+    return [Finding(FRAGMENTATION, severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
 
 
 def _make_free_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:

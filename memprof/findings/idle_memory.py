@@ -61,9 +61,16 @@ def find(context: Context) -> list[Finding]:
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     others = {index for holder in trace.error_holders for index in holder.storages}
     others |= find_growing_storages(context) | find_covered_storages(context)
+    if not _has_exited(trace):
+        others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
     groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))
     groups += _make_error_groups(trace)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
+
+
+def _has_exited(trace: Trace) -> bool:
+    """Return whether the program has come to its end: one that has not may use later what it has not used so far."""
+    return trace.facts.program is not None and trace.facts.program.ended == "exit"
 
 
 def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
@@ -108,10 +115,17 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     groups += [_make_call_group(trace, calls) for calls in by_call.values()]
     groups += _make_model_groups(context, models, replaced)
     if gradients:
-        fix = "call zero_grad() right after the optimizer's step, before the next forward pass"
-        edit = _make_gradients_edit(trace)
-        groups.append(_Group("gradients that the optimizer has used", fix, None, gradients, edit=edit))
+        groups.append(_make_gradient_group(trace, gradients))
     return groups
+
+
+def _make_gradient_group(trace: Trace, gradients: list[int]) -> _Group:
+    """Return the group of gradients that are kept after the step of their optimizer."""
+    in_steps = (one for one in trace.storages if trace.phases[one.phase].kind is PhaseKind.OPTIMIZER_STEP)
+    source = next((line for one in in_steps if (line := trace.source_line(one)) is not None), None)
+    where = "" if source is None else f" at {file_and_line(source)}"
+    fix = f"call zero_grad() right after the optimizer's step{where}, before the next forward pass"
+    return _Group("gradients that the optimizer has used", fix, source, gradients, edit=_make_gradients_edit(trace))
 
 
 def _make_gradients_edit(trace: Trace) -> Edit | None:
@@ -134,8 +148,6 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
-    program = trace.facts.program
-    has_ended = program is not None and program.ended == "exit"  # one that was stopped may use the model later
     fix = "delete the model and its optimizer, or move them to the host"
     if num_models > 1:
         each = sum(trace.storages[index].num_bytes for index in models) // num_models
@@ -143,7 +155,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     elif replaced:
         models = sorted(replaced)
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
-    elif num_models and has_ended and len(computing) >= MIN_MODEL_PHASES:
+    elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
         models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
@@ -279,7 +291,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
     needs = None
     is_at_peak = saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes
-    if is_at_peak or (kept >= MIN_BYTES and not ledger.run.fits):
+    if is_at_peak or _sum_idle_bytes(context, frees) >= MIN_BYTES:
         needs = compute_needs_without(context, frees)
     if not is_at_peak and not is_decisive(context, needs):
         needs = None
@@ -302,6 +314,16 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     num_bytes = saved if is_at_peak else kept
     decisive = is_decisive(context, needs)
     return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit)
+
+
+def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:
+    """Return the bytes of the storages that are kept after their last use, in `frees`, where memory runs out."""
+    oom = context.ledger.out_of_memory
+    if oom is None:
+        return 0
+    return context.lifetimes.find_live(
+        oom.event, [index for index, used in frees.items() if used <= oom.event]
+    ).num_bytes
 
 
 def _format_last_use(context: Context, event: int) -> str:

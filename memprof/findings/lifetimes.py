@@ -47,6 +47,10 @@ class Lifetimes:
         """Return the bytes of the GPU blocks of `storages`; storages in host memory count as 0."""
         return sum(self._allocated[index] for index in storages)
 
+    def find_largest_at_peak(self) -> int:
+        """Return the largest storage at the peak."""
+        return max(self.at_peak, key=self._allocated.__getitem__)
+
     def find_live(self, event: int, storages: Iterable[int]) -> LiveSet:
         """Return the subset of `storages` that is live after the event with index `event`."""
         live = tuple(index for index in storages if self.births[index] <= event < self.deaths[index])

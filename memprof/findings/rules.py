@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from memprof.findings.does_not_fit import DOES_NOT_FIT
 from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding
+from memprof.findings.fragmentation import FRAGMENTATION
 
 
 def import_rules() -> None:
@@ -26,5 +27,8 @@ def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
     findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
     if any(one.is_decisive for one in findings):  # with that changed the run fits as it is
         findings = [replace(one, fixes=(), suggestions=()) if one.id == DOES_NOT_FIT else one for one in findings]
+    # What is free in pieces depends on what is kept.
+    if any(one.is_decisive and one.id != FRAGMENTATION for one in findings):
+        findings = [replace(one, is_decisive=False) if one.id == FRAGMENTATION else one for one in findings]
     # The sort is stable: equal findings stay in the order of the rules.
     return sorted(findings, key=lambda one: one.order)

@@ -277,6 +277,7 @@ class Holder(NamedTuple):
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
     has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
+    is_read_later: bool = False  # whether the code that was running may read the variable, before it assigns to it
 
     @property
     def is_handler(self) -> bool:

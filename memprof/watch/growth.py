@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memprof.torch_private import autograd
-from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, PhaseKind, Storage
+from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, PhaseKind, Role, Storage
 from memprof.watch.caches import iterate_tensors
 from memprof.watch.holders import HolderSearch
 from memprof.watch.recorder import Recorder
@@ -103,7 +103,7 @@ class GrowthWatch:
         if not (nodes and training) and samples.is_due():
             grown_keys = samples.find_grown_keys(
                 self._sum_live_bytes(
-                    self._calls_first_storage, self._iterate_leftover_storages(nodes, begin if training else 0)
+                    self._calls_first_storage, self._iterate_leftover_storages(nodes, begin, training=training)
                 ),
                 MIN_CALL_GROWTH_BYTES,
             )
@@ -161,14 +161,24 @@ class GrowthWatch:
                 self._has_found_sums = bool(sums)
                 self._recorder.trace.holders += sums
 
-    def _iterate_leftover_storages(self, nodes: int, unused_since: int) -> Iterator[int]:
-        """Yield the live storages that may accumulate over calls. For calls without an autograd graph (`nodes` is 0),
-        storages that modules allocate and do not return, such as a KV cache, are excluded, unless no operator used them
-        from event `unused_since` on."""
-        storages = self._recorder.trace.storages
-        unused = set(self._recorder.storages.iterate_unused_since(unused_since))
-        for index in self._recorder.storages.index_by_address.values():
-            if nodes or storages[index].module == NONE or index in self._output_storages or index in unused:
+    def _iterate_leftover_storages(self, nodes: int, begin: int, *, training: bool) -> Iterator[int]:
+        """Yield the live storages that may accumulate over calls, of which the last began at the event `begin`.
+
+        KV caches are excluded if the last call used them; so are, for calls without an autograd graph (`nodes` is 0),
+        storages that modules allocate and do not return, unless a call in training mode did not use them.
+        """
+        storages, owners = self._recorder.trace.storages, self._recorder.trace.owners
+        unused = set(self._recorder.storages.iterate_unused_since(begin))
+        for index in self._recorder.storages.list_live():
+            if index in owners and owners[index].role is Role.KV_CACHE:
+                if index in unused:
+                    yield index
+            elif (
+                nodes
+                or storages[index].module == NONE
+                or index in self._output_storages
+                or (training and index in unused)
+            ):
                 yield index
 
     def _make_counterpart_key(self, storage: Storage) -> _CounterpartKey:
@@ -177,14 +187,14 @@ class GrowthWatch:
         return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape), kind
 
     def _find_candidates(self, first_index: int, indices: Iterable[int]) -> Iterator[tuple[int, _CounterpartKey]]:
-        """Yield (index, key) of those `indices` from `first_index` on that are GPU storages without a role, or with a
-        role in ROLES_PER_STEP (inputs and gradients)."""
+        """Yield (index, key) of those `indices` from `first_index` on that are GPU storages without a role, or with one
+        in ROLES_PER_STEP (inputs and gradients), or of a KV cache."""
         trace = self._recorder.trace
         for index in indices:
             owner = trace.owners.get(index)
             if (
                 index >= first_index
-                and (owner is None or owner.role in ROLES_PER_STEP)
+                and (owner is None or owner.role in ROLES_PER_STEP or owner.role is Role.KV_CACHE)
                 and trace.storages[index].device != HOST
             ):
                 yield index, self._make_counterpart_key(trace.storages[index])
@@ -193,7 +203,7 @@ class GrowthWatch:
         """Return key -> bytes of the live storages from `first_index` on that may accumulate (`indices`; None: all)."""
         live_bytes: dict[_CounterpartKey, int] = defaultdict(int)
         for index, key in self._find_candidates(
-            first_index, self._recorder.storages.index_by_address.values() if indices is None else indices
+            first_index, self._recorder.storages.list_live() if indices is None else indices
         ):
             live_bytes[key] += self._recorder.trace.storages[index].num_bytes
         return live_bytes
@@ -204,7 +214,7 @@ class GrowthWatch:
             return
         self._num_searches += 1
         self._searched_keys |= grown_keys
-        live = self._recorder.storages.index_by_address.values()
+        live = self._recorder.storages.list_live()
         targets = {index: key for index, key in self._find_candidates(first_index, live) if key in grown_keys}
         found = self.search.find_holders(targets)
         explained = {targets[index] for holder in found for index in holder.storages if index in targets}

@@ -124,7 +124,7 @@ class HolderSearch:
         variables = ProgramVariables(self._recorder)
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if is_program(frame.f_code):
-                variables.add(read_local_variables(frame), frame.f_code)
+                variables.add(read_local_variables(frame), frame.f_code, None)
         holders = find_named_holders({id(error): (error, NONE)}, variables)
         nearest = min(holders, key=lambda holder: holder.depth, default=None)
         return None if nearest is None else self._make_holder(nearest, set(), [], variables)
@@ -247,6 +247,7 @@ class HolderSearch:
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
             has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
+            is_read_later=any(variables.may_read(name) for name in found.names),
         )
 
 

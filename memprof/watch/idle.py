@@ -23,6 +23,8 @@ MAX_ERROR_SEARCHES = 2  # more, at out-of-memory errors: a program that catches 
 
 NUM_FIRST_PHASES = 12  # that compute, at each of which live tensors are looked at: four steps; then ever more rarely
 
+_ROLES_OF_DATA = (Role.INPUT, Role.KV_CACHE)
+
 _Key = Role | tuple[int, int]  # see `_make_key`
 
 
@@ -77,7 +79,7 @@ class IdleWatch:
         idle: dict[int, _Key] = {}
         for index in list(table.iterate_unused_since(phase_begin)):  # a collection in the loop would free some
             owner, storage = trace.owners.get(index), trace.storages[index]
-            if owner is None or owner.role is Role.INPUT:
+            if owner is None or owner.role in _ROLES_OF_DATA:
                 made_in = trace.phases[storage.phase]
                 is_of_step = made_in.kind is PhaseKind.FORWARD and made_in.step == phase.step
                 is_checkpoint = trace.op(storage) == "torch.load" and math.prod(storage.shape) in num_elements
@@ -97,7 +99,7 @@ class IdleWatch:
         for index in table.iterate_unused_since(before):
             owner = trace.owners.get(index)
             if trace.storages[index].device != HOST and (
-                owner is None or owner.role is Role.INPUT or (with_owners and owner.role in ROLES_OF_MODELS)
+                owner is None or owner.role in _ROLES_OF_DATA or (with_owners and owner.role in ROLES_OF_MODELS)
             ):
                 key = self._make_key(index)
                 if key not in self._searched:
@@ -115,7 +117,12 @@ class IdleWatch:
             num_bytes[key] = num_bytes.get(key, 0) + trace.storages[index].num_bytes
         large = {key for key, size in num_bytes.items() if size >= MIN_BYTES}
         for of_models in (False, True):
-            targets = {i: key for i, key in idle.items() if key in large and isinstance(key, Role) == of_models}
+            # A model is named as a whole, and each other tensor by a variable of its own.
+            targets = {
+                index: key if of_models else index
+                for index, key in idle.items()
+                if key in large and isinstance(key, Role) == of_models
+            }
             if targets:
                 garbage = self._search.find_garbage(targets)
                 unreachable = {index for holder in garbage for index in holder.storages}

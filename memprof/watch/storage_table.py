@@ -96,12 +96,12 @@ class StorageTable:
 
     def iterate_unused_since(self, event: int) -> Iterator[int]:
         """Yield the live storages that an operator used before the event of this index, and none since."""
-        for index in self._ref_by_index:
+        for index in self.list_live():
             if self._last_uses.get(index, event) < event:
                 yield index
 
     def list_live(self) -> list[int]:
-        """Return the live storages that have tensors, oldest first."""
+        """Return the live storages that have tensors, oldest first: a list, for a garbage collection may free some."""
         return list(self._ref_by_index)
 
     def get_last_use(self, index: int) -> int:
@@ -203,7 +203,7 @@ class StorageTable:
 
         Some may still be referenced here (a tensor that its own hook keeps), but none would outlive a real process.
         """
-        for index in self._ref_by_index:
+        for index in self.list_live():
             if index >= first:
                 self._append_free(index)
                 self._freed_with_process.add(index)

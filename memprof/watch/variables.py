@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from memprof.watch import liveness
 from memprof.watch.frames import read_local_variables
 from memprof.watch.program_code import is_program
 from memprof.watch.recorder import Recorder
@@ -30,6 +31,7 @@ class HolderName:
     code: CodeType | None  # code of the function that has the variable
     owner: type | None = None  # class that has the attribute
     is_global: bool = False  # a global, which any function may fill; `code` is of a function in its module
+    offset: int | None = None  # of the instruction that `code` runs; None: not a variable of a running function
 
 
 class ProgramVariables:
@@ -50,14 +52,14 @@ class ProgramVariables:
             if is_program(code):
                 self.codes.append(code)
                 values = read_local_variables(frame)
-                self.add(values, code)
+                self.add(values, code, frame.f_lasti)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
                 if not any(namespace is frame.f_globals for namespace in self._globals):
                     self._globals.append(frame.f_globals)
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
-                    self.add(dict(frame.f_globals), code, is_global=True)
+                    self.add(dict(frame.f_globals), code, None, is_global=True)
             frame = frame.f_back
         if len(loaders) == 1:
             try:
@@ -73,13 +75,24 @@ class ProgramVariables:
                     if isinstance(part, types.FunctionType) and part.__globals__ is namespace:
                         yield part.__code__
 
-    def add(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
-        """Add the variables `values` of the function that `code` is of; `is_global`: of its module."""
+    def may_read(self, name: HolderName) -> bool:
+        """Return whether the program may read the value that the variable `name` has now; false for attributes."""
+        variable = name.text.partition("[")[0]
+        if name.code is None or name.owner is not None:
+            return False
+        if name.offset is not None and liveness.may_read(name.code, name.offset, variable):
+            return True
+        is_of_module = name.is_global or not name.code.co_flags & inspect.CO_OPTIMIZED
+        return is_of_module and any(liveness.reads_global(code, variable) for code in self.iterate_global_codes())
+
+    def add(self, values: dict[str, Any], code: CodeType, offset: int | None, *, is_global: bool = False) -> None:
+        """Add the variables `values` of the function that `code` is of, and that runs at `offset`; `is_global`: those
+        of its module."""
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
                 continue
-            self.names.setdefault(id(value), []).append(HolderName(name, code, is_global=is_global))
+            self.names.setdefault(id(value), []).append(HolderName(name, code, None, is_global, offset))
             self.tensors += _iterate_named_tensors(HolderName(name, code), value, _MAX_SUM_DEPTH)
 
 

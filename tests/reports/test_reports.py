@@ -15,23 +15,7 @@ from tests.reports.reports import Report, list_mistakes, list_reports, read, run
 
 REPORTS = list_reports()
 
-KNOWN = {
-    "ema_pytorch_35": "suggests another optimizer, not copies on the CPU; fragmentation that changes nothing",
-    "functorch_1058": "no chunk_size is suggested where the failed request is of a whole batch",
-    "mellea_544": "KV caches that outputs keep have no holder; the list is the third finding, for the scores alone",
-    "mmdetection_8232": "suggests fixes for training, where tensors can be made in parts",
-    "monai_6427": "suggests micro-batches, where the one tensor can be in host memory",
-    "nemo_rl_1147": "gradients are the third finding, without the line of zero_grad()",
-    "pml_203": "suggests micro-batches, where there are too many pairs",
-    "pyg_459": "suggests fixes for training, where a sparse product makes no messages",
-    "pytorch_118883": "sampled_addmm is not simulated",
-    "pytorch_134612": "does not suggest torch.autograd.grad",
-    "pytorch_1893": "suggests fixes for vocabularies, where DataParallel gathers outputs",
-    "pytorch_41128": "suggests micro-batches, where the sparse matrix needs no gradient",
-    "transformers_48131": "suggests micro-batches, not a loss layer by layer",
-    "transformers_7232": "what the evaluation keeps is the fifth finding, after the gradients that lie under it",
-    "trl_2799": "suggests a chunked loss, not a gather before the logsumexp",
-}
+KNOWN: dict[str, str] = {}
 
 
 BY_DAY = ("fms_fsdp_152", "functorch_1058", "nanogpt_236", "pinot_23", "pytorch_4661", "pyg_459", "unsloth_7678")

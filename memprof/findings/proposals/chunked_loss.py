@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from memprof.findings.evidence import HALF_DTYPES, is_inference, vocab_size_of, vocabulary_tables
+from memprof.findings.evidence import HALF_DTYPES, file_and_line, is_inference, vocab_size_of, vocabulary_tables
 from memprof.findings.finding import Context
 from memprof.findings.logits import find_logits_storages
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, Trace
 from memprof.units import GIB
 
 _CHUNK_BYTES = GIB  # of a chunk's logits in float32, as the fix has it (fixes/chunked_loss.py)
@@ -36,6 +36,17 @@ def propose(context: Context) -> Iterator[Proposal]:
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
     losses = [trace.storages[index] for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]
     if context.spec is None and losses and all(storage.module == NONE for storage in losses):
-        yield Proposal(changed, "the loss of some tokens at a time, in the program's own code")
+        how = _describe_gather(trace, num_elements // vocab_size)
+        yield Proposal(changed, f"the loss of some tokens at a time, in the program's own code{how}")
     else:
         yield Proposal(changed)
+
+
+def _describe_gather(trace: Trace, num_tokens: int) -> str:
+    """Return how one word of each token needs no log-probabilities of all words; "" if the program gathers none."""
+    gathers = (one for one in trace.storages if trace.op(one) == "aten.gather")
+    gathered = next((one for one in gathers if math.prod(one.shape) == num_tokens), None)
+    if gathered is None:
+        return ""
+    line = file_and_line(trace.source_line(gathered))
+    return f", as the gathered logits minus their logsumexp instead of the gathered log_softmax at {line}"

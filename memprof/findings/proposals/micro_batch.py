@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
+from memprof.findings.evaluation_accumulates import find_kept_keys
 from memprof.findings.evidence import param_names
 from memprof.findings.finding import Context
+from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events, resize
 from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
@@ -18,10 +22,16 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EV
 
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change to as many rows at a time as fit."""
+    """Yield the change to as many rows at a time as fit.
+
+    If pairs fill the GPU, they can be computed in chunks, and a loss that compares samples stays the same.
+    """
     trace = context.ledger.trace
-    batch_size = find_batch_size(context)
+    batch_size, chunks = find_batch_size(context), find_chunks(context)
+    largest = context.lifetimes.find_largest_at_peak()
     if batch_size is None:
+        return
+    if chunks is not None and chunks.sizes.get(largest, math.inf) < trace.storages[largest].num_bytes:
         return
     batched = _find_batched(context, batch_size)
     if not batched:
@@ -56,14 +66,15 @@ def _list_input_shapes(context: Context) -> list[tuple[int, ...]]:
 def _find_batched(context: Context, batch_size: int) -> list[int]:
     """Return the storages with the batch as a factor; none if samples are compared with each other (n x n).
 
-    The factor is a dimension, or part of the first one, into which others are often merged.
+    The factor is a dimension, or part of the first one, into which others are often merged. What accumulates over the
+    calls of an evaluation has those of all batches.
     """
     trace = context.ledger.trace
     parameters = {trace.storages[index].shape for index in param_names(trace)}
     widths = {size for shape in parameters for size in shape}
     widths |= {size for shape in _list_input_shapes(context) for size in shape[1:]}
     batched = list(trace.optional_storages())  # workspaces of convolutions
-    num_workspaces = len(batched)
+    num_workspaces, kept_keys = len(batched), find_kept_keys(context)
     for index, storage in enumerate(trace.storages):
         shape, owner = storage.shape, trace.owners.get(index)
         if (
@@ -74,6 +85,8 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
         ):
             continue
         if trace.phases[storage.phase].kind not in _PHASES or (shape[0] % batch_size and batch_size not in shape):
+            continue
+        if kept_keys and make_key(trace, index) in kept_keys:
             continue
         if len(shape) > 1 and shape[0] == shape[1] and len(shape) < 4 and shape[0] not in widths:
             if shape[0] % batch_size == 0 and index in context.lifetimes.at_peak:

@@ -1,12 +1,16 @@
-"""Proposes rows at a time for tensors of all pairs, which are larger than everything that they are computed from."""
+"""Proposes rows at a time for tensors of all pairs, which are larger than everything that they are computed from.
+
+Pairs are of two sets that are broadcast, or of indices and all classes: a one_hot.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from memprof.findings.evidence import file_and_line, format_shape, param_names
-from memprof.findings.finding import Context
+from memprof.findings.evidence import file_and_line, format_shape, is_inference, param_names
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import EventKind, PhaseKind, Storage, Trace
@@ -22,30 +26,50 @@ _BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
 
 
+class Chunks(NamedTuple):
+    """Rows at a time of a tensor of pairs."""
+
+    first: int  # the storage of all pairs
+    rows: int  # at a time
+    sizes: dict[int, int]  # storage -> bytes with so many rows: of the pairs, and of what is computed of them
+
+
 @proposes(50)
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for the line that first makes the most pairs."""
-    trace = context.ledger.trace
+    trace, chunks = context.ledger.trace, find_chunks(context)
+    if chunks is None:
+        return
+    storage = trace.storages[chunks.first]
+    is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
+    may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
+    checkpointed = ", each under torch.utils.checkpoint" if may_be_trained else ""
+    distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
+    change = (
+        f"in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}: {format_shape(storage.shape)} at "
+    )
+    yield Proposal(resize(trace, chunks.sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
+
+
+@cache_per_context
+def find_chunks(context: Context) -> Chunks | None:
+    """Return the chunks in which the most pairs are computed; None if there are no pairs."""
+    trace, births = context.ledger.trace, context.lifetimes.births
     found = _find_pairs(context)
     if found is None:
-        return
+        return None
     first, num_inputs = found
     storage = trace.storages[first]
     num_rows = storage.shape[0]
     num_chunks = -(-storage.num_bytes // _CHUNK_BYTES)
     rows = -(-num_rows // min(num_chunks, num_rows))
-    births = context.lifetimes.births
     sizes = {
         index: -(-other.num_bytes * rows // num_rows)
         for index, other in enumerate(trace.storages)
         if births[index] >= births[first] or other.source == storage.source
         if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
     }
-    is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
-    checkpointed = ", each under torch.utils.checkpoint" if is_trained or trace.ended_out_of_memory else ""
-    distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
-    change = f"{rows} of the {num_rows} rows of {format_shape(storage.shape)} at a time{checkpointed}, at "
-    yield Proposal(resize(trace, sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
+    return Chunks(first, rows, sizes)
 
 
 def _find_pairs(context: Context) -> tuple[int, int] | None:
@@ -65,7 +89,7 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
             storage = trace.storages[index]
             num_elements = math.prod(storage.shape)
             is_large = storage.num_bytes >= min_bytes and time not in chunked
-            if is_large and _may_be_pairs(trace, storage, widths):
+            if is_large and (_may_be_pairs(trace, storage, widths) or _is_one_hot(trace, storage, live)):
                 # Stacked tensors may all be there.
                 num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
                 if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):
@@ -85,3 +109,11 @@ def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int]) -> bool:
         return False
     is_square = len(shape) == 2 and shape[0] == shape[1] and shape[0] not in widths
     return op in _BROADCASTING or (op in _PRODUCTS and is_square)
+
+
+def _is_one_hot(trace: Trace, storage: Storage, live: Iterable[int]) -> bool:
+    """Return whether `storage` has a number for each class of each index in one of the `live` storages."""
+    if trace.op(storage) != "aten.zeros" or storage.dtype != "int64" or len(storage.shape) < 2:
+        return False
+    inputs = (trace.storages[index] for index in live)
+    return any(one.dtype == "int64" and one.shape == storage.shape[:-1] for one in inputs)

@@ -48,8 +48,8 @@ def _find_batched(context: Context, call: VmapCall) -> list[int]:
 def _find_results(context: Context, call: VmapCall) -> list[int]:
     """Return the storages of the call's results, which chunks make as large: those that it leaves.
 
-    In a call that has ended without memory, they are those with a row of the shape of an earlier tensor, which other
-    lines made: a gradient for each row.
+    In a call that has ended without memory, they are those with a row of the shape of an earlier tensor, which neither
+    these lines nor the function that they call made: a gradient for each row.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     batched = _find_batched(context, call)
@@ -58,9 +58,14 @@ def _find_results(context: Context, call: VmapCall) -> list[int]:
         return [index for index in batched if lifetimes.deaths[index] >= call.end]
     earlier = lifetimes.find_live(call.begin, range(len(trace.storages))).storages
     lines = {call.source, *(trace.storages[index].source for index in batched)}
-    inputs = (trace.storages[index] for index in earlier if trace.storages[index].source not in lines)
-    shapes = {(call.rows, *storage.shape) for storage in inputs}
+    inputs = (index for index in earlier if lines.isdisjoint(_list_sources(trace, index)))
+    shapes = {(call.rows, *trace.storages[index].shape) for index in inputs}
     return [index for index in batched if trace.storages[index].shape in shapes]
+
+
+def _list_sources(trace: Trace, index: int) -> list[int]:
+    """Return the line that allocated the storage `index`, and those of its callers."""
+    return [trace.storages[index].source, *(caller.source for caller in trace.list_callers(index))]
 
 
 def _join_results(trace: Trace, results: dict[int, int], calls: list[VmapCall]) -> Trace:

@@ -177,12 +177,35 @@ def embedding_bag_backward(launch: KernelContext) -> Any:
 
 @sparse_kernel(aten.sparse_mask)
 def sparse_mask(launch: KernelContext) -> Any:
-    """Return a sparse tensor with the dense tensor's values at the mask's indices."""
+    """Return a sparse tensor with the dense tensor's values at the mask's indices.
+
+    A CSR mask is made dense, in bool, and then there are the positions of all elements, in int64
+    (native/sparse/SparseCsrTensorMath.cpp, sparse_mask_sparse_compressed; native/TensorConversions.cpp,
+    _mask_to_indices).
+    """
     dense, mask = launch.args[:2]
     *indices, values = get_sparse_parts(mask)
+    is_made_dense = mask.layout is torch.sparse_csr and dense.layout is torch.strided
+    with launch.scratch(mask.numel() * is_made_dense):
+        with launch.inside():
+            copies = [aten.clone.default(index) for index in indices]
+        launch.transients(8 * mask.numel() * is_made_dense)
+        return _replace_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
+
+
+@sparse_kernel(aten.sparse_sampled_addmm)
+def sampled_addmm(launch: KernelContext) -> Any:
+    """Return a matrix with the places of the first one, which is CSR, and values of the product of two dense ones.
+
+    It is a copy of the first one, to which the product is added (native/sparse/SparseBlas.cpp). The buffer of cuSPARSE
+    is not counted, and batches of matrices are not simulated.
+    """
+    if launch.args[1].dim() != 2:
+        return NotImplemented
+    *indices, values = get_sparse_parts(launch.args[0])
     with launch.inside():
         copies = [aten.clone.default(index) for index in indices]
-    return _replace_parts(mask, [*copies, launch.new(values.shape, dense.dtype)])
+    return _replace_parts(launch.args[0], [*copies, launch.new(values.shape, values.dtype)])
 
 
 @sparse_kernel(aten.add, aten.sub, aten.add_, aten.sub_)

@@ -3,6 +3,7 @@
 # run: --gpu rtx-3060-12gb
 # first: does-not-fit | idle-memory
 # fix: .cpu() | to the CPU | host memory
+# also: unattributed
 # not: micro-batch activation-checkpointing
 import copy
 import io

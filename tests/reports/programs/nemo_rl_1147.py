@@ -3,6 +3,7 @@
 # run: --gpu rtx-4090
 # first: idle-memory | does-not-fit
 # fix: zero_grad
+# also: fragmentation
 import torch
 from torch import nn
 
@@ -40,4 +41,4 @@ for _ in range(4):
         logits = policy.head(policy(part))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), part.flatten())
         loss.backward()
-    optimizer.step()
+    optimizer.step()  # <- cause

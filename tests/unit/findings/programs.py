@@ -291,6 +291,20 @@ def forward_jacobian(chunk_size: int | None = None) -> None:
         torch.func.vmap(push, chunk_size=chunk_size)(basis)
 
 
+def slope_of_waves(*, autograd: bool = False) -> None:
+    x = torch.rand(8192, 8192, device="cuda", requires_grad=True)
+
+    def wave(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = x.sin().cos()
+        return x.sum()
+
+    if autograd:
+        torch.autograd.grad(wave(x), x)
+    else:
+        torch.func.grad(wave)(x)
+
+
 def sparse_graph(*, entries: bool = False) -> None:
     """A trained adjacency matrix; `entries`: its product is written as a sum over its entries."""
     nodes, edges = 110_000, 500_000

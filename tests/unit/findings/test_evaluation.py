@@ -92,6 +92,20 @@ def test_outputs_that_stay(program: Callable[[], None], holder: str, tensors: in
     assert finding.evidence[-1].text.startswith("fix at ") and ".cpu()" in finding.evidence[-1].text
 
 
+@pytest.mark.parametrize(("num_batches", "is_decisive"), [(20, False), (40, True)])
+def test_says_whether_the_run_fits_with_them_in_host_memory(num_batches: int, is_decisive: bool) -> None:
+    """2.4 GiB a batch."""
+
+    def program() -> None:
+        net, predictions = model(), []
+        with torch.no_grad():
+            for _ in range(num_batches):
+                predictions.append(net(torch.randn(640_000, 64, device="cuda")))  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.is_decisive == finding.title.endswith("; in host memory, the run fits") == is_decisive
+
+
 def test_the_data_loader_says_how_many_there_are() -> None:
     def program() -> None:
         net, predictions = model(), []
@@ -207,6 +221,24 @@ def test_a_cache_that_is_let_go_of_after_each_request_does_not_pile_up() -> None
     assert not any("piles up" in line.text or "int64" in line.text for line in finding.evidence)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_caches_of_requests_that_are_over(is_kept: bool) -> None:
+    def program() -> None:
+        server, history = Server(), []
+        for _ in range(16):
+            prompt = torch.randint(1, 1000, (4, 128), device="cuda")
+            options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "return_dict_in_generate": True}
+            output = server.model.generate(prompt, max_new_tokens=2, **options)
+            history.append(output if is_kept else output.sequences.tolist())
+
+    findings = found(program)
+    assert len(findings) == is_kept
+    for finding in findings:
+        assert finding.id == "evaluation-accumulates" and "kept by list `history`" in finding.title
+        assert finding.title.startswith("KV caches and outputs of 32 calls of LlamaForCausalLM")
+        assert "drop its KV cache" in finding.evidence[-1].text
+
+
 def test_predictions_that_pile_up_beside_gradients_have_no_graph() -> None:
     def program() -> None:
         net, masks = model(), []
@@ -282,6 +314,9 @@ class TestSilentOn:
                     net(x)
 
         assert not found(program)
+
+    def test_a_cache_that_grows_with_its_answer(self) -> None:
+        assert not found(lambda: torch.no_grad()(Server().answer)(16))
 
     def test_without_gradients_in_autocast(self) -> None:
         """The half copies of the weights are made with a gradient even here, for the rest of the region."""

@@ -141,6 +141,17 @@ def test_a_parameter_is_named_as_one() -> None:
     assert "pinned by parameter [2097152] float32" in one(b.context()).evidence[-1].text
 
 
+def test_silent_where_there_is_room_and_no_setting_reduces_it() -> None:
+    """What is asked for next is larger than the 384 MiB that are free before the second tensor."""
+    b = TraceBuilder()
+    first = b.new(3 * WIDE)
+    b.new(WIDE)
+    b.free(first)
+    b.new(4 * WIDE)
+    assert find(b.context())
+    assert not find(b.context(10_000 * MIB))
+
+
 def test_nothing_to_say_of_little() -> None:
     assert not find(pinned(pieces=1).context())  # 120 MiB
 

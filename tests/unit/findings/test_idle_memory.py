@@ -114,6 +114,14 @@ def test_it_is_at_least_64_mib_and_a_twentieth_of_the_peak(idle_mib: int, other_
     assert bool(logits_bound(idle_mib, other_mib).find()) == is_told
 
 
+def test_what_the_program_may_still_read_is_no_finding_until_it_has_ended() -> None:
+    b = logits_bound(held=False)
+    b.trace.idle_holders.append(OUT._replace(storages=(0,), is_read_later=True))
+    assert not b.find()
+    exits(b)
+    assert b.find()
+
+
 CYCLE = Holder(0, CycleKind.OBJECTS, "Node.part -> Node.part", "/x/train.py:9 main", True, None, (), 0, 0, None)
 
 
@@ -139,6 +147,20 @@ def test_says_whether_the_run_fits_without_it() -> None:
     assert decides.title.endswith("; without it the run fits") and decides.is_decisive
     (too_large,) = logits_bound().find(298 * MIB)
     assert "fits" not in too_large.title and not too_large.is_decisive
+
+
+def test_what_is_gone_when_memory_runs_out_is_not_the_cause() -> None:
+    """It has left a segment that 20 MiB pin."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    idle = b.alloc(100 * MIB)
+    b.use(idle)
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(100 * MIB)
+    b.free(idle)
+    b.alloc(20 * MIB)
+    b.alloc(120 * MIB)
+    assert not b.find(250 * MIB)
 
 
 def test_says_why_a_run_fits_that_reserves_more_than_there_is() -> None:
@@ -251,13 +273,15 @@ def test_gradients_that_lie_under_the_next_forward() -> None:
     b.phase(PhaseKind.BACKWARD)
     gradient = b.new(100 * MIB // 4, owner=(Role.GRADIENT, "weight"))
     b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.free(b.alloc(MIB, line="train.py:9 main"))
     b.use(gradient)
     b.phase(PhaseKind.FORWARD, 2)
     b.free(b.alloc(300 * MIB))
     b.phase(PhaseKind.ZERO_GRAD, 2)
     b.free(gradient)
     (finding,) = b.find()
-    assert "gradients that the optimizer has used" in finding.title and "zero_grad()" in finding.evidence[0].text
+    assert "gradients that the optimizer has used" in finding.title
+    assert "zero_grad() right after the optimizer's step at train.py:9," in finding.evidence[0].text
     assert finding.num_bytes == 100 * MIB
 
 

@@ -118,20 +118,20 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "points": (
         programs.point_cloud,
         31,
-        ["1024 of the"],
-        {"1024 of the": partial(programs.point_cloud, 1024)},
+        ["in chunks of"],
+        {"in chunks of": partial(programs.point_cloud, 1024)},
     ),
     "pairs of a batch": (
         programs.contrastive,
         15,
-        ["8192 of the"],
-        {"8192 of the": partial(programs.contrastive, 8192)},
+        ["in chunks of"],
+        {"in chunks of": partial(programs.contrastive, 8192)},
     ),
     "a kernel": (
         programs.kernel_matrix,
         20,
-        ["6667 of the"],
-        {"6667 of the": partial(programs.kernel_matrix, 6667)},
+        ["in chunks of"],
+        {"in chunks of": partial(programs.kernel_matrix, 6667)},
     ),
     "gradients of samples": (
         programs.gradients_of_samples,
@@ -150,6 +150,12 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
         8,
         ["chunk_size=750, for 1500"],
         {"chunk_size=750, for 1500": partial(programs.forward_jacobian, 750)},
+    ),
+    "a gradient of torch.func": (
+        programs.slope_of_waves,
+        11,
+        ["torch.autograd.grad instead of"],
+        {"torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
     ),
     "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
 }

@@ -9,6 +9,10 @@ from memprof.findings.proposals import (
     autocast,
     checkpointing,
     chunked_loss,
+    copies,
+    data_parallel,
+    host_memory,
+    messages,
     micro_batch,
     optimizer,
     pairs,
@@ -17,7 +21,7 @@ from memprof.findings.proposals import (
 )
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import Event, EventKind, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
 from tests.unit.traces import TraceBuilder
 
@@ -51,6 +55,18 @@ def test_a_loss_over_words_is_chunked_and_one_over_classes_is_not() -> None:
     # The two copies of 1.54 GiB are one chunk together.
     assert sum(storage.num_bytes for storage in changed.storages[2:]) == pytest.approx(GIB, rel=0.001)
     assert not list(chunked_loss.propose(losses(50304, tokens=False)))
+
+
+@pytest.mark.parametrize(("num_tokens", "is_told"), [(8192, True), (4096, False)])
+def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 50304, 512)
+    b.inputs(1, 8192)
+    b.new(8192, 50304, op="aten._log_softmax")
+    b.new(num_tokens, op="aten.gather", line="loss.py:4 score")
+    b.phase(PhaseKind.BACKWARD)
+    change = only(chunked_loss.propose(b.context())).change
+    assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
@@ -88,6 +104,37 @@ def test_rows_of_the_batch_are_halved() -> None:
 )
 def test_no_smaller_batches(context: Context) -> None:
     assert not list(micro_batch.propose(context))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    for _ in range(5):
+        begin = len(b.trace.events)
+        b.enter("", "Net")
+        output = b.new(64, 1000)
+        b.leave()
+        call = Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=(output,))
+        b.trace.forwards.append(call)
+        b.free(*[] if is_kept else [output])
+    assert bool(list(micro_batch.propose(b.context()))) is not is_kept
+
+
+@pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
+def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool) -> None:
+    """A one_hot of a choice for each of 64 samples and 100 layers: of a chunk of one GiB, of less, and of one class,
+    which is as large as the choice."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    b.new(6400, 8, dtype="int64", op="aten.topk")
+    b.new(6400, 8, classes, dtype="int64", op="aten.zeros", line="loss.py:4 balance")
+    context = b.context()
+    chunked = list(pairs.propose(context))
+    assert bool(chunked) == (classes > 1)
+    assert batches_stay == (not list(micro_batch.propose(context)))
+    assert all("loss.py:4" in one.change for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
@@ -213,6 +260,63 @@ def test_a_fused_step_has_no_temporaries() -> None:
     assert not list(optimizer.propose_fused(step("exp_inf")))  # an optimizer without such a kernel
 
 
+# -- DataParallel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("class_name", "is_told"), [("DataParallel", True), ("Sequential", False)])
+def test_what_is_computed_of_gathered_outputs_is_spread(class_name: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("", class_name)
+    own = b.new(8, 100)
+    b.new(8, 100, device="cuda:1")
+    gathered = b.new(16, 100, op="aten.empty")
+    b.leave()
+    b.trace.gpus = {"cuda:0": True, "cuda:1": True}
+    b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=True, nodes=1, outputs=(gathered,)))
+    loss = b.new(16, 200, op="aten._log_softmax", line="train.py:7 main")
+    found = list(data_parallel.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "DistributedDataParallel" in one.change and "train.py:7" in one.change
+        assert [one.trace.storages[i].num_bytes // 400 for i in (own, gathered, loss)] == [8, 8, 16]
+
+
+# -- host memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "op", "is_told"),
+    [
+        (PhaseKind.OTHER, "aten.zeros", True),
+        (PhaseKind.OTHER, "aten.mm", False),
+        (PhaseKind.FORWARD, "aten.zeros", False),  # a mask, a one_hot
+    ],
+)
+def test_what_the_program_creates_may_be_in_host_memory(phase: PhaseKind, op: str, is_told: bool) -> None:
+    b = TraceBuilder(phase)
+    b.trace.trains = b.trace.ended_out_of_memory = True
+    b.alloc(60 * MIB)
+    created = b.alloc(30 * MIB, op=op, line="slide.py:7 run")
+    found = list(host_memory.propose(b.context()))
+    assert bool(found) == is_told
+    assert all("slide.py:7" in one.change and not one.trace.storages[created].num_bytes for one in found)
+
+
+@pytest.mark.parametrize(
+    ("phase", "width", "is_told"),
+    [(PhaseKind.OTHER, 1024, True), (PhaseKind.OTHER, 512, False), (PhaseKind.FORWARD, 1024, False)],
+)
+def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, width: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 1024, 1024)
+    b.phase(phase)
+    made = [b.new(width, 1024, op="aten.clone", line="ema.py:7 save") for _ in range(8)]
+    found = list(copies.propose(b.context(24 * MIB)))
+    assert bool(found) == is_told
+    for one in found:
+        assert "ema.py:7" in one.change and not any(one.trace.storages[index].num_bytes for index in made)
+
+
 # -- all pairs --------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +340,17 @@ def test_pairs_are_larger_than_what_they_are_made_of(
     b.new(*shapes[1], op=op, line="loss.py:3 loss")
     found = list(pairs.propose(b.context()))
     assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunks_are_checkpointed_unless_the_model_was_called_without_gradients(trains: bool) -> None:
+    """In a run that has ended without memory, before a backward."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 8, op="aten.randn")
+    b.trace.forwards.append(Forward(0, len(b.trace.events), NONE, NONE, training=trains, nodes=trains, outputs=()))
+    b.new(4096, 4096, 8, op="aten.sub")
+    b.trace.trains, b.trace.ended_out_of_memory = trains, True
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) == trains
 
 
 def test_a_square_of_weights_is_no_pairs() -> None:
@@ -285,6 +400,19 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
 
 
+def test_what_the_called_function_has_made_is_no_input_of_the_call() -> None:
+    """jacrev calls its function before it calls vmap: a batch of that function's tensors is not the result."""
+    b = TraceBuilder()
+    b.parameter("scales", 1024)
+    b.trace.sources.append("train.py:7 main")
+    b.trace.callers.append(Caller(b.new(1024, 1024, line="model.py:2 residual"), 1, "torch.func.jacrev"))
+    begin = len(b.trace.events)
+    failed = b.new(1024, 1024, 1024, line="model.py:3 residual")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 1))
+    b.trace.ended_out_of_memory = True
+    assert only(vmap.propose(b.context(GIB))).trace.storages[failed].num_bytes < GIB
+
+
 def test_pairs_in_such_a_call_are_not_its_own() -> None:
     b = TraceBuilder(PhaseKind.OTHER)
     b.new(1024, 8, op="aten.randn")
@@ -307,3 +435,33 @@ def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
     b.new(4096, 4096)
     found = list(sparse.propose(b.context()))
     assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)
+
+
+@pytest.mark.parametrize("op", ["aten.sparse_sampled_addmm", "aten.mul"])
+def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 16, op="aten.randn")
+    b.new(5000, op=op, line="score.py:3 score")
+    b.phase(PhaseKind.BACKWARD)
+    made = [b.alloc(num_bytes, op="aten.sparse_mask", hidden=True) for num_bytes in (4096 * 4096, 8 * 4096 * 4096)]
+    found = list(sparse.propose_rows(b.context()))
+    assert len(found) == (op == "aten.sparse_sampled_addmm")
+    for one in found:
+        assert "score.py:3" in one.change
+        assert [one.trace.storages[index].num_bytes for index in made] == [3 * 5000 * 16 * 4, 0]
+
+
+@pytest.mark.parametrize(("indices", "op", "is_told"), [
+    ((2, 5000), "aten.index", True),
+    ((2, 5000), "aten.mul", False),  # not gathered
+    ((5000, 2), "aten.index", False),
+])  # fmt: skip
+def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*indices, dtype="int64", op="aten.randint")
+    made = [b.new(5000, 64, op=op, line="conv.py:3 forward"), b.new(5000, 64, op="aten.mul", line="conv.py:4 forward")]
+    found = list(messages.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "conv.py:3" in one.change
+        assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]

@@ -528,3 +528,13 @@ def test_a_run_that_fits_without_its_cause_needs_no_other_change(
     b.new(1)
     findings = {one.id: one for one in find_all(b.context())}
     assert bool(findings["does-not-fit"].suggestions) == bool(findings["does-not-fit"].fixes) == (not is_cause)
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_what_is_free_in_pieces_follows_what_is_kept(is_cause: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Finding("fragmentation", Severity.WARNING, "", 2, (), (), is_decisive=True)
+    kept = Finding("idle-memory", Severity.WARNING, "", 1, (), (), is_decisive=is_cause)
+    monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [pieces], 2: lambda _: [kept]})
+    b = TraceBuilder()
+    b.new(1)
+    assert find_all(b.context())[0].id == ("idle-memory" if is_cause else "fragmentation")

@@ -73,6 +73,14 @@ def test_a_stubs_kernel_uses_its_inputs_and_what_it_saved() -> None:
         assert gpu.trace.last_uses[1] >= events
 
 
+def test_storages_may_be_freed_while_they_are_looked_at(gpu: VirtualGpu) -> None:
+    """As by the garbage collector, which may run in any loop."""
+    kept = [torch.ones(ELEMENTS, device="cuda").add_(1) for _ in range(3)]
+    for index in gpu.recorder.storages.iterate_unused_since(gpu.num_events):
+        kept.clear()
+        assert not gpu.recorder.storages.is_live(index)
+
+
 @pytest.mark.parametrize("num_steps", [3])
 def test_what_a_step_keeps_is_named_by_the_variable(num_steps: int) -> None:
     """As in a loop whose last output is still bound when the next is computed."""
@@ -104,6 +112,19 @@ def test_what_was_given_to_a_model_is_named_by_the_attribute() -> None:
             model(torch.ones(4, 64, device="cuda")).sum().backward()
     (holder,) = gpu.trace.idle_holders
     assert (holder.name, len(holder.storages)) == ("Decoder.cache", 1)
+
+
+def test_each_variable_is_asked_whether_it_is_read_later() -> None:
+    """Both are made on one line; the program reads the first after its loop."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(64, 64).cuda()
+        first, second = (torch.ones(1 << 16, 64, device="cuda") for _ in range(2))
+        (first + second).sum()
+        for _ in range(3):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+        first.sum()
+    found = {holder.name: holder.is_read_later for holder in gpu.trace.idle_holders}
+    assert found == {"first": True, "second": False}
 
 
 class Session:

@@ -78,6 +78,23 @@ def test_memory_of_a_product(gpu: VirtualGpu) -> None:
     assert sorted(made[2:-4])[-4:] == [24, 24, 24, 48]  # coalesced
 
 
+def test_memory_of_a_sampled_product(gpu: VirtualGpu) -> None:
+    """The result has offsets, columns and values of its own. For the gradients, the mask is made dense, in bool, and
+    the positions of all elements in int64."""
+    mask = torch.sparse_csr_tensor(torch.arange(101), torch.arange(100), torch.zeros(100), size=(100, 200)).cuda()
+    left = torch.randn(100, 8, device="cuda", requires_grad=True)
+    right = torch.randn(8, 200, device="cuda", requires_grad=True)
+    before = len(on_gpu(gpu))
+    sampled = torch.sparse.sampled_addmm(mask, left, right)
+    assert sampled.layout is torch.sparse_csr and sampled.shape == (100, 200)
+    assert on_gpu(gpu)[before:] == [8 * 101, 8 * 100, 4 * 100]
+    before = len(gpu.trace.storages)
+    sampled.sum().backward()
+    assert left.grad.shape == (100, 8) and right.grad.shape == (8, 200)
+    made = [storage for storage in gpu.trace.storages[before:] if storage.hidden]
+    assert [one.num_bytes for one in made if gpu.trace.op(one) == "aten.sparse_mask"] == [100 * 200, 8 * 100 * 200]
+
+
 def test_gradients_of_a_sparse_leaf_add_up(gpu: VirtualGpu) -> None:
     """torch keeps both gradients' elements until they are more than the matrix has."""
     leaf = torch.ones(4, 4, device="cuda").to_sparse().requires_grad_()

@@ -1,0 +1,39 @@
+"""Proposes host memory for a tensor that the program creates and fills in parts: a buffer for results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memprof.findings.evidence import file_and_line, format_shape, is_inference
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE, PhaseKind, Trace
+
+MIN_SHARE = 0.25  # of the peak: smaller buffers are not what fills the GPU
+
+_CREATING = {f"aten.{name}" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")}
+_PHASES = (PhaseKind.MODEL, PhaseKind.INPUTS, PhaseKind.OTHER)  # in which no gradient is computed of what is created
+
+
+@proposes(95)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for the line that creates the most at the peak, outside modules."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    buffers = [index for index in lifetimes.at_peak if _is_buffer(trace, index)]
+    if not buffers:
+        return
+    largest = trace.storages[max(buffers, key=lambda index: trace.storages[index].num_bytes)]
+    alike = [index for index in buffers if trace.storages[index].source == largest.source]
+    if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes:
+        return
+    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
+    change = f'{where} in host memory (device="cpu"), copied in parts'
+    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+
+
+def _is_buffer(trace: Trace, index: int) -> bool:
+    storage = trace.storages[index]
+    is_own = index not in trace.owners and storage.module == NONE and storage.source != NONE and not storage.hidden
+    has_no_gradient = trace.phases[storage.phase].kind in _PHASES or is_inference(trace)
+    return is_own and has_no_gradient and trace.op(storage) in _CREATING

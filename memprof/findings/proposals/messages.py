@@ -1,0 +1,44 @@
+"""Proposes a sparse product where a graph convolution makes a row of features for each edge of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memprof.findings.evidence import file_and_line, format_shape
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import Trace
+
+_GATHERS = {"aten.index", "aten.index_select", "aten.gather", "aten.embedding"}
+_INDEX_BYTES, _VALUE_BYTES = 16, 4  # of an edge in a sparse matrix: its row and column, and its weight
+
+
+@proposes(48)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change if rows of features that are gathered for all edges are the largest tensors at the peak.
+
+    Edges are recognized by their indices, int64 [2 x edges], as graph libraries have them.
+    """
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    largest = trace.storages[lifetimes.find_largest_at_peak()]
+    if len(largest.shape) < 2 or largest.shape[0] not in _list_edge_counts(trace, lifetimes.at_peak):
+        return
+    num_edges = largest.shape[0]
+    messages = [i for i, other in enumerate(trace.storages) if len(other.shape) > 1 and other.shape[0] == num_edges]
+    gathered = next((i for i in messages if trace.op(trace.storages[i]) in _GATHERS), None)
+    if gathered is None:
+        return
+    sizes = dict.fromkeys(messages, 0)
+    sizes[gathered] = num_edges * (_INDEX_BYTES + _VALUE_BYTES)
+    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
+    change = (
+        f"a product with the sparse matrix of the graph (torch.sparse.mm), instead of messages of all edges {where}"
+    )
+    yield Proposal(resize(trace, sizes), f"{change}, if each is a row of features times a weight")
+
+
+def _list_edge_counts(trace: Trace, storages: frozenset[int]) -> set[int]:
+    """Return the numbers of edges of the graphs whose indices are among `storages`."""
+    indices = (trace.storages[index] for index in storages if trace.storages[index].dtype == "int64")
+    return {one.shape[1] for one in indices if len(one.shape) == 2 and one.shape[0] == 2}
