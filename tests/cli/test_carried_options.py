@@ -14,6 +14,7 @@ import memprof.cli.profile as profile_room
 import memprof.cli.run as run_room
 from memprof.command_line import make_profile_command, make_run_command
 from memprof.errors import MemprofError
+from memprof.findings import Finding, Severity
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows import limit as limit_flow
 from memprof.flows.ladder.runs import SpecRuns
@@ -23,7 +24,7 @@ from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, get_options
 from memprof.units import parse_gib
-from tests.cli.test_next import saved, without_room
+from tests.cli.test_next import saved
 
 # Of options that take a text, or are best not given any of their choices.
 WORDS = {
@@ -45,6 +46,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "model_is_size": {"model": "4B"},
     "parallel": {"gpus": 2},
 }
+FIXED = Finding("id", Severity.NOTE, "Title", None, (), ("activation-checkpointing",))
 SCRIPT = ("train.py", "--rows", "7")
 
 
@@ -118,7 +120,7 @@ def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_pat
             dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None)),
             {"until_exit": True, "steps": None, "timeout": None},
         ),
-        "fix": (without_room(run), {}),
+        "fix": (dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False), findings=(FIXED,)), {}),
     }
     for name, (document, changes) in cases.items():
         what, command = choose_next_step(document)

@@ -104,7 +104,8 @@ def _check_better(patched: Report, before: Report) -> None:
     if program is not None and old_program is not None:
         if program.exit_code not in (0, old_program.exit_code):
             raise NoPatchError(f"the patched program ends with exit code {program.exit_code}")
-        if program.ended == EndReason.EXIT.value and program.steps < old_program.steps:
+        is_cut = old_program.ended == EndReason.REFUSED.value  # in a step that had begun
+        if program.ended == EndReason.EXIT.value and program.steps < old_program.steps - is_cut:
             raise NoPatchError(f"the patched program ends after {program.steps} training steps")
     new, old = _read_need(patched), _read_need(before)
     reached = [(need.oom_step or 0, len(report.stages)) for need, report in ((new, patched), (old, before))]

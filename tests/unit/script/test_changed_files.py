@@ -14,25 +14,27 @@ from memprof.script.changed_files import change_files, show_changed_lines
 
 
 def test_a_script_and_a_module_with_compiled_code(tmp_path, monkeypatch):
-    (tmp_path / "script_of_test.py").write_text("import module_of_test\nvalue = module_of_test.value\n")
-    module = tmp_path / "module_of_test.py"
+    (tmp_path / "script_of_program.py").write_text("import meters_of_program\nvalue = meters_of_program.value\n")
+    module = tmp_path / "meters_of_program.py"
     module.write_text("value = 1\n")
     py_compile.compile(str(module))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = {
-        os.path.realpath("script_of_test.py"): "import module_of_test\nvalue = module_of_test.value + 'ä'\nline = 3\n",
+        os.path.realpath(
+            "script_of_program.py"
+        ): "import meters_of_program\nvalue = meters_of_program.value + 'ä'\nline = 3\n",
         os.path.realpath(module): "value = 'b'\n",
     }
     with PatchSet() as patches:
         patches.apply_all(change_files(texts))
-        variables = runpy.run_path("script_of_test.py")
+        variables = runpy.run_path("script_of_program.py")
     assert (variables["value"], variables["line"]) == ("bä", 3)
-    del sys.modules["module_of_test"]
-    assert importlib.import_module("module_of_test").value == 1
-    del sys.modules["module_of_test"]
-    assert runpy.run_path("script_of_test.py")["value"] == 1
-    del sys.modules["module_of_test"]
+    del sys.modules["meters_of_program"]
+    assert importlib.import_module("meters_of_program").value == 1
+    del sys.modules["meters_of_program"]
+    assert runpy.run_path("script_of_program.py")["value"] == 1
+    del sys.modules["meters_of_program"]
 
 
 def test_lines_are_those_of_the_text(tmp_path):

@@ -111,6 +111,12 @@ def test_no_patch(ask, copy, reason):
     assert reason in patch.tried[0]
 
 
+def test_a_step_that_was_cut_does_not_count(ask):
+    full = report(delete("a", 1), fits=False, step=4, ended="refused", exit_code=1)
+    patch, _ = ask(full, report(steps=3))
+    assert patch.after is not None
+
+
 def test_no_edit_is_made_twice(ask):
     always = delete("a", 1)
     patch, texts = ask(report(always, required=9), report(always, required=8))
