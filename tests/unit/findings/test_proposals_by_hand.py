@@ -121,18 +121,29 @@ def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
     assert bool(list(micro_batch.propose(b.context()))) is not is_kept
 
 
-@pytest.mark.parametrize("classes", [128, 1])
-def test_where_pairs_fill_the_gpu_batches_stay(classes: int) -> None:
-    """A one_hot of a choice for each of 64 samples and 100 layers; or of one class, which is as large as the choice."""
+@pytest.mark.parametrize(
+    ("classes", "in_module", "is_chunked", "has_batches"),
+    [
+        (131072, False, True, False),
+        (128, False, True, True),  # as it is smaller than a chunk
+        (1, False, False, True),  # as large as the choice
+        (131072, True, True, True),
+    ],
+)
+def test_where_pairs_fill_the_gpu_batches_stay(
+    classes: int, in_module: bool, is_chunked: bool, has_batches: bool
+) -> None:
+    """A one_hot of a choice for each of 64 samples and 100 layers."""
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(64, 8, owner=(Role.INPUT, ""))
     b.new(64, 512)
     b.new(6400, 8, dtype="int64", op="aten.topk")
+    if in_module:
+        b.enter("router")
     b.new(6400, 8, classes, dtype="int64", op="aten.zeros", line="loss.py:4 balance")
     context = b.context()
-    chunked = list(pairs.propose(context))
-    assert bool(chunked) == (classes > 1) == (not list(micro_batch.propose(context)))
-    assert all("loss.py:4" in one.change for one in chunked)
+    assert [("loss.py:4" in one.change) for one in pairs.propose(context)] == [True] * is_chunked
+    assert bool(list(micro_batch.propose(context))) == has_batches
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
