@@ -124,10 +124,10 @@ def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
 @pytest.mark.parametrize(
     ("classes", "in_module", "is_chunked", "has_batches"),
     [
-        (131072, False, True, False),
-        (128, False, True, True),  # as it is smaller than a chunk
+        (2622, False, True, False),  # of more than a chunk of one GiB
+        (2621, False, True, True),
         (1, False, False, True),  # as large as the choice
-        (131072, True, True, True),
+        (2622, True, True, True),
     ],
 )
 def test_where_pairs_fill_the_gpu_batches_stay(
