@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ from memprof.findings.proposals.batches import find_fitting_rows
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events, resize
-from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace
+from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
 _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
@@ -21,10 +22,16 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EV
 
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change to as many rows at a time as fit."""
+    """Yield the change to as many rows at a time as fit.
+
+    If pairs fill the GPU, they can be computed in chunks, and a loss that compares samples stays the same.
+    """
     trace = context.ledger.trace
-    batch_size = find_batch_size(context)
-    if batch_size is None or _are_chunks_better(context):
+    batch_size, chunks = find_batch_size(context), find_chunks(context)
+    largest = context.lifetimes.find_largest_at_peak()
+    if batch_size is None:
+        return
+    if chunks is not None and chunks.sizes.get(largest, math.inf) < trace.storages[largest].num_bytes:
         return
     batched = _find_batched(context, batch_size)
     if not batched:
@@ -38,15 +45,6 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(changed, f"gradients of batches of {rows} added up, of which batch normalization sees one")
     else:
         yield Proposal(changed, value=rows)
-
-
-def _are_chunks_better(context: Context) -> bool:
-    """Return whether pairs outside modules fill the GPU: chunks of these change no loss that compares samples."""
-    chunks, largest = find_chunks(context), context.lifetimes.find_largest_at_peak()
-    storage = context.ledger.trace.storages[largest]
-    if chunks is None or storage.module != NONE:
-        return False
-    return chunks.sizes.get(largest, storage.num_bytes) < storage.num_bytes
 
 
 def find_batch_size(context: Context) -> int | None:

@@ -121,29 +121,20 @@ def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
     assert bool(list(micro_batch.propose(b.context()))) is not is_kept
 
 
-@pytest.mark.parametrize(
-    ("classes", "in_module", "is_chunked", "has_batches"),
-    [
-        (2622, False, True, False),  # of more than a chunk of one GiB
-        (2621, False, True, True),
-        (1, False, False, True),  # as large as the choice
-        (2622, True, True, True),
-    ],
-)
-def test_where_pairs_fill_the_gpu_batches_stay(
-    classes: int, in_module: bool, is_chunked: bool, has_batches: bool
-) -> None:
-    """A one_hot of a choice for each of 64 samples and 100 layers."""
+@pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
+def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool) -> None:
+    """A one_hot of a choice for each of 64 samples and 100 layers: of a chunk of one GiB, of less, and of one class,
+    which is as large as the choice."""
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(64, 8, owner=(Role.INPUT, ""))
     b.new(64, 512)
     b.new(6400, 8, dtype="int64", op="aten.topk")
-    if in_module:
-        b.enter("router")
     b.new(6400, 8, classes, dtype="int64", op="aten.zeros", line="loss.py:4 balance")
     context = b.context()
-    assert [("loss.py:4" in one.change) for one in pairs.propose(context)] == [True] * is_chunked
-    assert bool(list(micro_batch.propose(context))) == has_batches
+    chunked = list(pairs.propose(context))
+    assert bool(chunked) == (classes > 1)
+    assert batches_stay == (not list(micro_batch.propose(context)))
+    assert all("loss.py:4" in one.change for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
