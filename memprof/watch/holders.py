@@ -247,7 +247,8 @@ class HolderSearch:
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
             has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
-            is_read_later=any(variables.may_read(name) for name in found.names),
+            # A container that the code fills is read to be filled.
+            is_read_later=line is None and any(variables.may_read(name) for name in found.names),
         )
 
 

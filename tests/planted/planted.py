@@ -105,9 +105,9 @@ class Told:
         )
 
     def names(self, line: str) -> bool:
-        """Whether a finding or the failure is about a line, `file.py:12`."""
-        texts = [json.dumps(self.report.get("failure")), self.report.get("verdict", {}).get("oom_source") or ""]
-        for finding in self.report.get("findings", ()):
+        """Whether the first finding or the failure is about a line, `file.py:12`."""
+        texts = [json.dumps(self.report.get("failure"))]
+        for finding in self.report.get("findings", ())[:1]:
             texts += [finding["title"], *(f"{one['text']} {one['source']}" for one in finding["evidence"])]
         return any(re.search(rf"\b{re.escape(line)}\b", text) for text in texts)
 
@@ -133,7 +133,7 @@ def wrong(program: Planted, told: Told) -> list[str]:
     if program.grows_bytes and told.growth_bytes and abs(told.growth_bytes / program.grows_bytes - 1) > 0.1:
         found.append(f"grows by {told.growth_bytes:,} bytes a step, not {program.grows_bytes:,}")
     if program.culprit and told.names(program.culprit) is program.known:
-        found.append(f"{program.culprit} is named" if program.known else f"nothing names {program.culprit}")
+        found.append(f"{program.culprit} is named" if program.known else f"the first finding does not name {program.culprit}")
     if not program.culprit and not program.grows_bytes and told.grows:
         found.append("memory that does not grow is said to")
     return found

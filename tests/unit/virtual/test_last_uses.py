@@ -127,6 +127,17 @@ def test_each_variable_is_asked_whether_it_is_read_later() -> None:
     assert found == {"first": True, "second": False}
 
 
+def test_a_list_is_not_read_later_by_what_fills_it() -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        models = []
+        for _ in range(2):
+            model = torch.nn.Linear(2048, 2048).cuda()
+            for _ in range(3):
+                model(torch.ones(4, 2048, device="cuda")).sum().backward()
+            models.append(model)
+    assert {holder.is_read_later for holder in gpu.trace.idle_holders if holder.name == "models"} == {False}
+
+
 class Session:
     """A cycle: its schedule is a function that refers to it."""
 
