@@ -133,7 +133,7 @@ def wrong(program: Planted, told: Told) -> list[str]:
     if program.grows_bytes and told.growth_bytes and abs(told.growth_bytes / program.grows_bytes - 1) > 0.1:
         found.append(f"grows by {told.growth_bytes:,} bytes a step, not {program.grows_bytes:,}")
     if program.culprit and told.names(program.culprit) is program.known:
-        found.append(f"{program.culprit} is named" if program.known else f"the first finding does not name {program.culprit}")
+        found.append(f"{program.culprit} is named" if program.known else f"not first: {program.culprit}")
     if not program.culprit and not program.grows_bytes and told.grows:
         found.append("memory that does not grow is said to")
     return found
