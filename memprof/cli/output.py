@@ -17,7 +17,7 @@ from memprof.cli import settings
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import FILES_PANEL, OUTPUT_PANEL, reuse_option
 from memprof.cli.streams import echo
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, printable
 from memprof.spec import option
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def print_patch(patch: SuggestedPatch) -> None:
 
     echo("")
     print_view(render_patch(patch))
-    sys.stdout.write(patch.diff)
+    # As it is for a program that applies it; a terminal must not interpret what a source file has.
+    sys.stdout.write(printable(patch.diff) if sys.stdout.isatty() else patch.diff)
 
 
 def print_cache_age(seconds: float, *, quiet: bool) -> None:

@@ -202,10 +202,12 @@ def test_every_text_passes_one_place() -> None:
     allowed = {
         r"\b(?:_Literal)?Console\(": ["report/terminal/console.py"],
         r"typer\.echo\(": ["cli/streams.py"],
-        # JSON, which has its own escapes; text made printable there; a program's traceback, as Python prints it.
+        # JSON, which has its own escapes; text made printable there; a program's traceback, as Python prints it; an
+        # error for the process that started this one, which makes it printable.
         r"std(?:out|err)\.write\(": [
             "cli/output.py",
             "cli/progress.py",
+            "flows/patch/__main__.py",
             "report/terminal/recommendation.py",
             "script/program.py",
             "torch_private/__main__.py",

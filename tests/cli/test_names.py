@@ -86,7 +86,8 @@ CODE_MEANINGS = {
     "--present": "the GPUs that are here", "--env": "this installation",
     # What is tried, looked at and compared.
     "--largest": "the number that fits is searched",
-    "--fix": "fixes", "--ladder": "fixes one after another", "--exact": "a simulation beside the closed form",
+    "--fix": "fixes", "--ladder": "fixes one after another", "--suggest-patch": "a diff of own lines",
+    "--exact": "a simulation beside the closed form",
     "--snippet": "a script alone", "--coverage": "shares of a text", "--cap": "a vocabulary's size to be tried",
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
