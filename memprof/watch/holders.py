@@ -189,11 +189,12 @@ class HolderSearch:
     def _find_tensors(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
         """Return id -> (tensor, storage index) for all live tensor objects whose storage is in `targets`."""
         result = {}
-        for value in gc.get_objects():
-            if issubclass(type(value), torch.Tensor):
-                index = self._recorder.storages.get_index(value)
-                if index in targets:
-                    result[id(value)] = (value, index)
+        with torch.DisableTorchFunction():
+            for value in gc.get_objects():
+                if issubclass(type(value), torch.Tensor):
+                    index = self._recorder.storages.get_index(value)
+                    if index in targets:
+                        result[id(value)] = (value, index)
         return result
 
     def _find_steps(self, nodes: list[Any]) -> set[int]:
@@ -247,8 +248,8 @@ class HolderSearch:
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
             has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
-            # A container that the code fills is read to be filled.
-            is_read_later=line is None and any(variables.may_read(name) for name in found.names),
+            # A container that the code fills is read to be filled, and of one with keys other items may be read.
+            is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
         )
 
 

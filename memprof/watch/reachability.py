@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,17 +23,18 @@ def list_unreachable(values: Sequence[Any]) -> list[Any]:
     for roots in (_list_variables(), _list_module_variables()):
         level = roots
         while level and wanted:
-            parts = {id(part): part for part in gc.get_referents(*level) if gc.is_tracked(part)}
+            # Without the running frames: a variable of this function that had its own would keep both.
+            parts = {id(one): one for one in gc.get_referents(*level) if id(one) not in seen and gc.is_tracked(one)}
             for key in wanted.keys() & parts.keys():
                 del wanted[key]
-            level = [part for key, part in parts.items() if key not in seen]
+            level = list(parts.values())
             seen.update(parts)
     return list(wanted.values())
 
 
 def _list_variables() -> list[Any]:
     """Return the variables of the program's running functions, and then of its libraries'; none of memprof's own."""
-    frames = [frame for frame in _iterate_frames() if not _is_of_memprof(frame.f_code.co_filename)]
+    frames = _list_frames()
     frames.sort(key=lambda frame: not is_program(frame.f_code))
     return [list(read_local_variables(frame).values()) for frame in frames]
 
@@ -52,10 +53,15 @@ def _is_of_memprof(file_name: str) -> bool:
     return file_name.startswith(MEMPROF_DIR) and not file_name.startswith(WORKLOAD_DIR)
 
 
-def _iterate_frames() -> Iterator[FrameType]:
-    """Yield the frames of the running functions of all threads."""
-    for innermost in list(sys._current_frames().values()):
-        frame: FrameType | None = innermost
+def _list_frames() -> list[FrameType]:
+    """Return the frames of the running functions of all threads, without memprof's own."""
+    innermost = list(sys._current_frames().values())
+    frames = []
+    while innermost:
+        # This function's own frame is among them: a variable that kept referring to it would keep all frames alive.
+        frame: FrameType | None = innermost.pop()
         while frame is not None:
-            yield frame
+            if not _is_of_memprof(frame.f_code.co_filename):
+                frames.append(frame)
             frame = frame.f_back
+    return frames

@@ -88,3 +88,12 @@ def test_what_no_variable_leads_to(make: Callable[[], _Made], is_reachable: bool
 def test_each_value_is_told_apart() -> None:
     kept, dropped = in_a_container(), in_itself()
     assert [type(value) for value in list_unreachable([kept[0](), dropped[0]()])] == [Node]
+
+
+def test_the_search_keeps_nothing() -> None:
+    """Its own frames are among those that it looks at, and would keep what their variables have."""
+    kept, _ = in_itself()
+    list_unreachable([kept()])
+    vars(kept()).clear()
+    gone = kept()
+    assert gone is None
