@@ -46,6 +46,17 @@ def find_kept_keys(context: Context) -> set[growth.Key]:
     return {leak.key for _, reported in _find_kept(context) for leaks in reported.values() for leak in leaks}
 
 
+def find_kept_storages(context: Context) -> frozenset[int]:
+    """Return the storages that the findings of this rule are about, which are no other finding's."""
+    return frozenset(
+        index
+        for _, reported in _find_kept(context)
+        for leaks in reported.values()
+        for leak in leaks
+        for index in leak.storages
+    )
+
+
 @cache_per_context
 def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None, list[growth.LeakGroup]]]]:
     """Return the loops of calls over which tensors accumulate, each with these by what keeps them."""

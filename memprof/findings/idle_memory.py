@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
+from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
@@ -60,7 +61,7 @@ def find(context: Context) -> list[Finding]:
     if not trace.last_uses or any(kind is EventKind.POOL for kind, _ in trace.events):
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     others = {index for holder in trace.error_holders for index in holder.storages}
-    others |= find_growing_storages(context) | find_covered_storages(context)
+    others |= find_growing_storages(context) | find_covered_storages(context) | find_kept_storages(context)
     if not _has_exited(trace):
         others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
     groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))

@@ -122,6 +122,12 @@ def test_what_the_program_may_still_read_is_no_finding_until_it_has_ended() -> N
     assert b.find()
 
 
+def test_what_an_evaluation_keeps_is_told_by_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert logits_bound().find()
+    monkeypatch.setattr("memprof.findings.idle_memory.find_kept_storages", lambda _: frozenset({0}))
+    assert not logits_bound().find()
+
+
 CYCLE = Holder(0, CycleKind.OBJECTS, "Node.part -> Node.part", "/x/train.py:9 main", True, None, (), 0, 0, None)
 
 
