@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import importlib
 import inspect
@@ -18,6 +17,7 @@ import memprof
 from memprof.cli.child import allow_fork, send_exit_code
 from memprof.cli.completion import replace_install_callback
 from memprof.cli.exits import CODE_MEANINGS, EXIT_CODE_NOTE
+from memprof.cli.interrupt import end_interrupted_imports
 from memprof.cli.options import ErrorReportingGroup, add_command
 from memprof.cli.streams import discard_output, echo, prepare_streams
 
@@ -138,8 +138,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     if ends_process:
         prepare_streams()
         allow_fork()
-        # Ctrl-C is ignored while Python shuts down torch: the output and the exit code are complete.
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        end_interrupted_imports()
     try:
         try:
             app(arguments, standalone_mode=True)
@@ -156,6 +155,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(1)
     finally:
         if ends_process:
+            # Ignored while Python shuts down torch, which has callbacks for it: the output is complete.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             exception = sys.exc_info()[1]
             if isinstance(exception, SystemExit) and isinstance(exception.code, int):
                 send_exit_code(exception.code)

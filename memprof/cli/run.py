@@ -14,6 +14,7 @@ import typer
 
 from memprof.cli.child import continue_in_child, send_exit_code
 from memprof.cli.exits import ExitCode
+from memprof.cli.interrupt import restore_interrupts
 from memprof.cli.options import FixOptions, reuse_option
 from memprof.cli.output import CaptureOptions, choose_exit_code, print_patch
 from memprof.cli.progress import Progress
@@ -123,6 +124,7 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     from memprof.trace.events import FailureKind
 
     old_threads, folder = frozenset(threading.enumerate()), os.getcwd()
+    restore_interrupts()
     with protect_streams(to_stderr=request.as_json):
         result = run_script(program, stop_rule, request.build_spec())
     outcome, document = result.outcome, result.document
@@ -172,6 +174,7 @@ def _run_ranks(program: Program, stop_rule: StopRule, request: RunOptions) -> in
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import EndReason
 
+    restore_interrupts()
     with protect_streams(to_stderr=request.as_json):
         job = run_ranks(program, stop_rule, request.build_spec())
     if not isinstance(job, RanksRun):  # the launcher's own --help

@@ -35,6 +35,8 @@ def rank(number, GPUs, place, script):
     for one, other in zip(gradients, expected):
         torch.testing.assert_close(one, other[:, :, part])
     print("equal")
+    dist.barrier()
+    dist.destroy_process_group()
 
 if __name__ == "__main__":
     mp.spawn(rank, (2, *sys.argv[1:]), nprocs=2)
