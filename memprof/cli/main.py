@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import inspect
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ import memprof
 from memprof.cli.child import allow_fork, send_exit_code
 from memprof.cli.completion import replace_install_callback
 from memprof.cli.exits import CODE_MEANINGS, EXIT_CODE_NOTE
+from memprof.cli.guess import WELCOME, guess_command
 from memprof.cli.interrupt import end_interrupted_imports
 from memprof.cli.options import ErrorReportingGroup, add_command
 from memprof.cli.streams import discard_output, echo, prepare_streams
@@ -84,6 +86,14 @@ class CommandGroup(ErrorReportingGroup):
         replace_install_callback(self)
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command named in `args`; for the name of a file, the command that reads it."""
+        command = None if args[0] in COMMANDS else guess_command(args[0])
+        if command is not None:
+            echo(f"memprof: this is `memprof {command} {shlex.quote(args[0])}`", err=True)
+            args = [command, *args]
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
         return list(COMMANDS)
@@ -108,7 +118,7 @@ class CommandGroup(ErrorReportingGroup):
 app = typer.Typer(
     name="memprof",
     help="Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -124,11 +134,14 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one."""
+    if context.invoked_subcommand is None:
+        echo(WELCOME)
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

@@ -131,7 +131,14 @@ class ReportOptions(ExplainOptions, TableOptions, PageOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions(ReportOptions):
+class RunReportOptions(ReportOptions):
+    """Options of a command that prints the report of a run: its first screen, or the whole."""
+
+    full: bool = option(False, OUTPUT_PANEL, "Print the whole report: all stages, tensors and evidence.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(RunReportOptions):
     """Options of a command that can save a capture; raises UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
@@ -187,9 +194,12 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_report(document: Report, output: ReportOptions) -> None:
+def print_report(document: Report, output: RunReportOptions) -> None:
     """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
-    print_result(document, output, "report", explain=output.explain)
+    if output.full or output.explain:
+        print_result(document, output, "report", explain=output.explain)
+    else:
+        print_result(document, output, "brief")
 
 
 def print_patch(patch: SuggestedPatch) -> None:

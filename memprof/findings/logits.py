@@ -6,6 +6,7 @@ import math
 
 from memprof.findings import evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.growth import find_growing_storages
 from memprof.findings.suggestions import list_fix_names, suggest_against
 from memprof.ledger.categories import is_half_precision_copy
 from memprof.trace.events import Storage, Trace
@@ -22,7 +23,7 @@ _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd",
 @rule(100)
 def find(context: Context) -> list[Finding]:
     """Return one finding for all copies of the logits; `num_bytes`: maximum of the bytes that are live at once."""
-    copies = find_logits_storages(context)
+    copies = find_step_logits(context)
     if not copies:
         return []
     ledger, lifetimes = context.ledger, context.lifetimes
@@ -56,6 +57,12 @@ def find(context: Context) -> list[Finding]:
     found = suggest_against(context, "logits-explosion")
     fixes, lines = list_fix_names(found), (*lines, summary)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, lines, fixes, suggestions=found)]
+
+
+def find_step_logits(context: Context) -> list[int]:
+    """Return the storages of `find_logits_storages` without those that pile up over the steps, which are a leak."""
+    growing = find_growing_storages(context)
+    return [index for index in find_logits_storages(context) if index not in growing]
 
 
 def find_logits_storages(context: Context) -> list[int]:

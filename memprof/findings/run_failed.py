@@ -23,7 +23,7 @@ def find(context: Context) -> list[Finding]:
         evidence.append(_make_evidence(failure, f"read at {failure.read}"))
     fix = failure.hint or _FIX_BY_KIND[failure.kind]
     if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
-        fix = "mend the line above: this was a real device"
+        fix = "mend this line: it was a real device"
     evidence.append(_make_evidence(failure, f"fix: {fix}"))
     if is_refused:
         evidence.append(Evidence("what the program does on a real GPU from there on is not known, and not counted"))
@@ -82,7 +82,7 @@ _FIX_BY_KIND = {
     FailureKind.INTERRUPTED: "let it run; --timeout stops it by the clock, as a run that was asked to be so long",
     FailureKind.GAP: "leave the operation out here, or measure the run on a GPU; please report the program to memprof",
     FailureKind.ERROR: (
-        "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "
+        "mend this line if the program is at fault; if the same code runs on a real GPU, this is a gap of the "
         "virtual one"
     ),
 }

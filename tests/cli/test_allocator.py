@@ -135,7 +135,7 @@ def test_a_workspace_that_pins_a_segment(memprof, tmp_path):
 
 
 def test_text_shows_the_message_of_torch(memprof):
-    text = memprof("profile", "--model", "gpt2", "--gpu-vram", "2").stdout
+    text = memprof("profile", "--full", "--model", "gpt2", "--gpu-vram", "2").stdout
     shown = " ".join(text.split())
     assert "Does not fit: a real GPU runs out of memory in" in shown
     assert "CUDA out of memory. Tried to allocate" in shown and "GPU 0 has a total capacity of 2.00 GiB" in shown

@@ -103,7 +103,7 @@ except SystemExit as done:
 def test_a_kept_answer_needs_no_torch(folder, tmp_path, monkeypatch):
     report = Path(ROOT) / "tests/golden/unchanged/profile.json"
     modules = _modules(FOUND.format(report=str(report)))
-    assert "memprof.report.terminal.report" in modules
+    assert "memprof.report.terminal.brief" in modules
     assert not {"torch", "transformers", "numpy", "pandas", "memprof.findings.rules", "memprof.flows.profile"} & modules
 
 

@@ -69,7 +69,7 @@ def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof, folder, layers
     result = run(memprof, "--ladder")
     report = result.json
     (folder / "ladder.json").write_text(result.stdout)
-    shown = memprof("show", "ladder.json")
+    shown = memprof("show", "--full", "ladder.json")
     assert "The ladder" in shown.stdout and "then: out of memory in" in shown.stdout
     for column in ("peak", "reserved", "saved", "verdict", "compute", "bus", "step", "numbers"):
         assert column in shown.stdout

@@ -80,7 +80,7 @@ def test_where_fixes_are_not_enough(tmp_path):
 
 
 def printed(text):
-    (found,) = re.findall(r"^Next, .*:\n  (memprof .*)$", re.sub(r" \\\n\s*", " ", text), re.MULTILINE)
+    (found,) = re.findall(r"^(?:Next, |  - ).*:\n +(memprof .*)$", re.sub(r" \\\n\s*", " ", text), re.MULTILINE)
     return shlex.split(found)[1:]
 
 

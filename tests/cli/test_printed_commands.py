@@ -357,7 +357,9 @@ def test_micro_batches_of_an_inference_do_all_of_its_work():
 
 
 def test_rows_of_several_fixes_are_full(memprof):
-    result = memprof("profile", *TINY, "--context-length", 64, "--fix", "chunked-loss,activation-checkpointing")
+    result = memprof(
+        "profile", "--full", *TINY, "--context-length", 64, "--fix", "chunked-loss,activation-checkpointing"
+    )
     rows = [line for line in result.stdout.splitlines() if re.match(r"  (\+|  and) (chunked|activ)", line)]
     assert len(rows) == 2 and rows[0].endswith("exact") and rows[1] == "    and activation-checkpointing"
     assert "  chunked-loss: " in result.stdout and "  activation-checkpointing: " in result.stdout

@@ -47,7 +47,7 @@ def test_what_is_not_simulated_ends_the_run(tmp_path):
     document = refused(ran(tmp_path, TWO, "--json"), "a group of 2 processes")
     assert document["program"]["ended"] == "not simulated" and document["failure"]["source"].endswith("<module>")
     done = ran(tmp_path, TWO)
-    assert done.exit_code == 1 and "\nRefused: " in done.stdout and "Fits" not in done.stdout
+    assert done.exit_code == 1 and done.stdout.startswith("Refused: ") and "Fits" not in done.stdout
     assert "stopped where it cannot be simulated" in " ".join(done.stdout.split())  # folded after the path of the file
     assert done.stderr.startswith("memprof: ") and "GPUs for 1\n  hint:  memprof run --gpus 2" in done.stderr
 

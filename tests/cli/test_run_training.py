@@ -37,7 +37,7 @@ def test_batches_that_differ_are_told_over_the_steps(memprof, script, tmp_path):
     assert as_it_is["mean_bytes"] == round(sum(reserved for _, reserved in told) / len(told))
     assert emptied["mean_bytes"] < expandable["mean_bytes"] < as_it_is["mean_bytes"]
     assert found["lengths"] is None and found["steps"][0]["sequence_length"] is None
-    shown = memprof("run", "--until-exit", "train.py").stdout
+    shown = memprof("run", "--full", "--until-exit", "train.py").stdout
     assert "Over 8 steps of the program, whose batches differ" in shown
     for stopped in (("--steps", "4", "train.py"), ("--until-exit", script())):
         assert json.loads(memprof("run", "--json", *stopped, "256", "32").stdout)["batches"] is None
@@ -130,7 +130,7 @@ def test_parameters_are_trained_without_a_module(memprof, script):
         """
     )
     ran = memprof("run", "--steps", 3, name)
-    assert ran.stdout.startswith("step 0\nstep 1\nmemprof run") and "stopped after 3 training steps" in ran.stdout
+    assert ran.stdout.startswith("step 0\nstep 1\nFits: ") and "stopped after 3 training steps" in ran.stdout
     document = memprof("run", "--json", "--until-exit", name).json
     assert (document["program"]["steps"], len(document["steps"])) == (5, 5)
     assert {1, 2, 3, 4, 5} == {row["step"] for row in document["stages"] if row["name"] == "optimizer step"}
@@ -182,7 +182,9 @@ def test_forwards_with_gradients_that_nobody_asks_for_are_no_training(memprof, s
         """
     )
     shown = memprof("run", name).stdout
-    assert "train.py: ran to its end, no training steps\n" in shown and "\n output " in shown and "\n loss" not in shown
+    assert (
+        "train.py: ran to its end, no training steps\n" in shown and "\n  output " in shown and "\n  loss" not in shown
+    )
 
 
 FIXABLE = """

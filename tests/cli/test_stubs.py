@@ -21,7 +21,7 @@ def test_a_stub_of_an_optional_package_is_told_below_the_verdict(memprof, script
     name = script(SCRIPT.format(package="apex"))
     told = memprof("run", name).stdout
     verdict, note = told.index("Fits: "), told.index(f"\nNote: {sentence}")
-    assert verdict < note < told.index("Largest tensors") and told.count("\nNote: ") == 1
+    assert verdict < note < told.index("At the peak") and told.count("\nNote: ") == 1
     assert memprof("run", "--explain", name).stdout.count(sentence) == 1
     assert "Note: " not in memprof("run", "--no-stubs", name).stdout
     assert "Note: " not in memprof("run", script(SCRIPT.format(package="no_such_package"))).stdout

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from memprof.findings.evidence import HALF_DTYPES, file_and_line, is_inference, vocab_size_of, vocabulary_tables
 from memprof.findings.finding import Context
-from memprof.findings.logits import find_logits_storages
+from memprof.findings.logits import find_step_logits
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Trace
@@ -24,7 +24,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     vocab_size = vocab_size_of(context)
     if vocab_size is None or is_inference(trace) or (context.vocab_size is None and not vocabulary_tables(trace)):
         return
-    copies = find_logits_storages(context)
+    copies = find_step_logits(context)
     live_bytes = lifetimes.find_max_live(copies).num_bytes  # 0 for logits in host memory
     if not live_bytes:
         return

@@ -31,8 +31,9 @@ from memprof.report.page.sections import build_sections
 from memprof.report.page.segments import build_segments_at_peak
 from memprof.report.terminal import analysis, comparison, recommendation
 from memprof.report.terminal.console import to_text
+from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.next_step import choose_next_step
-from memprof.report.terminal.report import render, render_heading
+from memprof.report.terminal.report import render
 from memprof.trace.files import FileKind, write_atomically
 from memprof.trace.json_values import to_plain
 

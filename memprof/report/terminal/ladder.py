@@ -20,8 +20,9 @@ _HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">GP
 MIN_HOST_BYTES = 16 * GIB  # Host memory below this is not shown: any machine with such a GPU has it.
 
 
-def render_ladder(document: Report) -> RenderableType:
-    """Return the ladder of a report as a table, with the costs of its fixes and the fixes that were left out."""
+def render_ladder(document: Report, *, full: bool = True) -> RenderableType:
+    """Return the ladder of a report as a table; with `full` also what then limits the memory of each row, the costs of
+    its fixes and the fixes that were left out."""
     ladder = document.ladder
     unit = choose_unit(ladder[0].peak_allocated_bytes)
     fix_lines = [_format_fixes(row, ladder[i - 1] if i else None) for i, row in enumerate(ladder)]
@@ -41,7 +42,8 @@ def render_ladder(document: Report) -> RenderableType:
         host = f"; {format_bytes(row.host_peak_bytes)} in host memory" if row.host_peak_bytes > MIN_HOST_BYTES else ""
         if (row.cost.host_bytes or 0) > row.peak_allocated_bytes * _CPU_SHARE:
             host += f"; the CPU reads and writes {format_bytes(row.cost.host_bytes or 0)} in a step"
-        notes_below.append([*map(Text, names[1:]), dim(f"    then: {row.next_bottleneck.text}{host}")])
+        bottleneck = [dim(f"    then: {row.next_bottleneck.text}{host}")] if full else []
+        notes_below.append([*map(Text, names[1:]), *bottleneck])
     optional = [name for name in ("bus", "GPUs", "compute", "saved", "reserved") if f">{name}" in header]
     is_parallel = len({row.parallel for row in ladder}) > 1
     legend = (
@@ -54,6 +56,8 @@ def render_ladder(document: Report) -> RenderableType:
     parts: list[RenderableType] = [make_section("The ladder: each row adds to those above", view, dim(legend), below=1)]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
+    if not full:
+        return Group(*parts)
     costs: dict[str, str] = {}
     for row in ladder:
         fixes = (fix.partition("=")[0] for fix in row.fixes)

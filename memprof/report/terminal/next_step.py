@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from memprof.command_line import format_options, make_profile_command, make_run_command
+from memprof.findings import Severity
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, script_fix_names
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, make_section
@@ -109,6 +110,12 @@ def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
     return purpose, shlex.join(["memprof", "recommend", *format_options(covered_spec)])
 
 
+def _has_local_fix(document: Report) -> bool:
+    """Return whether the first finding warns of something, or is the cause, that a change of one place takes away."""
+    first = document.findings[0] if document.findings else None
+    return first is not None and first.edit is not None and (first.is_decisive or first.severity is not Severity.NOTE)
+
+
 def _list_suggested_fixes(document: Report) -> set[str]:
     """Return the names of the fixes that findings suggest; changes of the program's own code have none."""
     return {name for finding in document.findings for name in finding.fixes}
@@ -129,6 +136,8 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and is_single:
         return "the whole script", run(until_exit=True, steps=None, timeout=None)
+    if is_single and document.patch is None and not (document.ladder or program.fixes) and _has_local_fix(document):
+        return "a diff with the first finding's line changed, and what it needs then", run("--suggest-patch")
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
@@ -137,10 +146,6 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             if any(finding.is_decisive for finding in document.findings):
-                if document.findings[0].edit is not None and document.patch is None:
-                    return "a diff with the first finding's line changed, and what it needs then", run(
-                        "--suggest-patch"
-                    )
                 return "whether it fits with the first finding's line changed", run()
             suggested = _list_suggested_fixes(document)
             if not suggested.isdisjoint(script_fix_names()):

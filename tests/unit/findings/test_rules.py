@@ -136,6 +136,18 @@ class TestLogits:
         b.new(1024, 256, 2048, op="aten.native_layer_norm")
         assert bool(of(b.context(), "logits-explosion")) == (weights == 1)
 
+    def test_silent_on_logits_that_pile_up(self) -> None:
+        """Those are a leak, which memory-growth tells; a loss of some tokens at a time would free none of them."""
+        b = training(8192, 50000)
+        for step in range(1, 6):
+            b.phase(PhaseKind.FORWARD, step)
+            b.new(8192, 50000, line="train.py:7 main")
+            b.phase(PhaseKind.BACKWARD, step)
+            b.phase(PhaseKind.OPTIMIZER_STEP, step)
+            b.phase(PhaseKind.OTHER, step)
+        context = b.context(1000 * GIB, vocab_size=50000)
+        assert of(context, "memory-growth") and not of(context, "logits-explosion")
+
     def test_silent_on_chunks(self) -> None:
         b = training(8192, 50000)
         for _ in range(16):

@@ -1,0 +1,146 @@
+"""The first screen of a report: verdict, causes with their line, what to do, and the stages with the highest peaks.
+
+It has up to about 40 lines of 100 columns; `--full` prints the whole report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memprof.findings import Finding, Severity
+from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import format_shape
+from memprof.report.terminal.console import ShellCommand, dim, indent, make_section, make_table
+from memprof.report.terminal.findings import SEVERITY_STYLE
+from memprof.report.terminal.folding import find_peak_row, fold_stages
+from memprof.report.terminal.heading import render_heading
+from memprof.report.terminal.ladder import render_ladder
+from memprof.report.terminal.limit import render_limit
+from memprof.report.terminal.next_step import choose_next_step
+from memprof.report.terminal.peak import choose_report_unit, render_categories
+from memprof.report.terminal.ranks import render_gpus, render_ranks
+from memprof.report.terminal.stages import format_stage_fit, format_stage_name
+from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
+from memprof.report.terminal.verdict import find_certain_errors, render_answer, render_certain_errors, render_verdict
+from memprof.stubs.packages import NO_STUBS_HINT
+from memprof.trace.events import short_source
+
+MAX_CAUSES = 4
+MAX_SUGGESTIONS = 3
+MAX_TENSORS = 3
+MAX_STAGES = 8
+_MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
+
+
+def render(document: Report, *, quiet: bool = False) -> RenderableType:
+    """Return the first screen of a report; `quiet` leaves only the verdict."""
+    if quiet:
+        return render_answer(document)
+    parts: list[RenderableType] = [render_verdict(document, with_message=False)]
+    parts += [*render_certain_errors(document), render_heading(document)]
+    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
+    parts += [Text(""), render_categories(document, _MIN_SHARE)]
+    parts += _render_causes(document)
+    parts += _render_actions(document)
+    parts += list(_render_tables(document)) or [_render_top_stages(document)]
+    return Group(*parts, dim(_describe_rest(document)))
+
+
+def _render_causes(document: Report) -> list[RenderableType]:
+    """Return the most important findings, a line each, and the largest tensors where these do not explain the run."""
+    at_verdict = find_certain_errors(document)
+    findings = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
+    shown = [finding for finding in findings if finding.severity is not Severity.NOTE][:MAX_CAUSES]
+    if shown:
+        is_explained = shown[0].is_decisive or document.verdict.fits is not False
+        tensors = () if is_explained else islice(_list_largest(document), 1)
+        return [make_section("Why", *map(_render_title, shown), *tensors, below=1)]
+    notes = map(_render_title, findings[:1])
+    return [make_section("Largest at the peak", *_list_largest(document), *notes, below=1)]
+
+
+def _render_title(finding: Finding) -> Text:
+    """Return a finding's severity and title; of an error that ended the run, also its message."""
+    title = Text("- ").append(f"{finding.severity.value}: ", style=SEVERITY_STYLE[finding.severity])
+    title.append(finding.title)
+    if finding.id == "run-failed" and finding.evidence:
+        title.append(f"\n  {finding.evidence[0].text}")
+    return title
+
+
+def _list_largest(document: Report) -> Iterator[Text]:
+    """Yield lines on the tensors that take most at the peak, equal ones together."""
+    unit = choose_report_unit(document)
+    tensors = sorted(merge_equal_tensors(document.peak.tensors), key=lambda tensor: -tensor.allocated_bytes)
+    for tensor in tensors[:MAX_TENSORS]:
+        if tensor.allocated_bytes > _MIN_SHARE * document.peak.allocated_bytes:
+            count = f"{tensor.count} x " if tensor.count > 1 else ""
+            size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
+            yield Text(f"- {size}: {count}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(
+                render_origin(tensor)
+            )
+
+
+def _render_actions(document: Report) -> list[RenderableType]:
+    """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
+    lines: list[RenderableType] = [Text(f"- {fix}", style="green") for fix in _list_line_fixes(document.findings)]
+    is_solved = lines and document.findings[0].is_decisive  # the run fits with that change alone
+    if not (is_solved or document.ladder):
+        suggestions = {s.text: s for finding in document.findings for s in finding.suggestions}.values()
+        best = sorted(suggestions, key=lambda suggestion: (not suggestion.fits, suggestion.required_bytes))
+        lines += [Text(f"- {s.text}", style="green") for s in best[:MAX_SUGGESTIONS]]
+    if next_step := choose_next_step(document):
+        purpose, command = next_step
+        lines += [Text(f"- {purpose}:"), indent(ShellCommand(command))]
+    return [make_section("Do", *lines, below=1)] if lines else []
+
+
+def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the fixes of the shown findings that name a line: `LINE: what to change there`."""
+    for finding in [finding for finding in findings if finding.severity is not Severity.NOTE][:MAX_CAUSES]:
+        for evidence in finding.evidence:
+            marker, _, fix = evidence.text.partition(": ")
+            if marker == "fix" and evidence.source:
+                yield f"{short_source(evidence.source)}: {fix}"
+            elif marker.startswith("fix"):
+                yield evidence.text.removeprefix("fix").removeprefix(" at ").removeprefix(": ")
+
+
+def _render_tables(document: Report) -> Iterator[RenderableType]:
+    """Yield the tables that an option of the run requested: ranks, GPUs, the largest batch, the ladder."""
+    unit = choose_report_unit(document)
+    if document.ranks:
+        yield render_ranks(document.ranks, unit, on_cpu=document.on_cpu)
+    if document.gpus:
+        yield render_gpus(document.gpus, unit)
+    if document.limit is not None:
+        yield render_limit(document.limit, document.device.total_bytes or 0)
+    if document.ladder:
+        yield render_ladder(document, full=False)
+
+
+def _render_top_stages(document: Report) -> RenderableType:
+    """Return a table of the stages with the highest peaks, in the order of the run."""
+    unit, rows = choose_report_unit(document), fold_stages(document)
+    peak_index = find_peak_row(document, rows)
+    top = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
+    shows_fit = document.source == "simulated"
+    table = make_table(f"stage, {unit.name}", ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
+    for i in top:
+        row = rows[i]
+        sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
+        fit = [format_stage_fit(row, document.device.usable_bytes, unit)] * shows_fit
+        table.add_row(format_stage_name(row, unit, is_peak=i == peak_index), *sizes, *fit)
+    omitted = len(rows) - len(top)
+    notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
+    return indent(table, *notes, below=1)
+
+
+def _describe_rest(document: Report) -> str:
+    count = len(document.findings)
+    findings = f", {count} finding{'s' if count > 1 else ''} in full" if count else ""
+    return f"More: --full (timeline, tensors{findings}), --explain (assumptions), --html FILE"

@@ -1,0 +1,64 @@
+"""The peak of a run as tables for a terminal: its categories, and its largest tensors."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+
+from memprof.ledger.stages import format_stage
+from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import Unit, choose_unit, format_shape
+from memprof.report.terminal.console import dim, draw_bar, make_section, make_table
+from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
+from memprof.units import format_bytes
+
+MAX_TENSORS = 10
+_BAR_WIDTH = 28
+_REFUSED_WORKSPACES = (
+    "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
+)
+_MIN_UNCERTAIN_SHARE = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
+
+
+def choose_report_unit(document: Report) -> Unit:
+    """Return the unit of sizes in a report: that of its peak."""
+    return choose_unit(document.peak.allocated_bytes)
+
+
+def render_categories(document: Report, min_share: float = 0.0) -> RenderableType:
+    """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on."""
+    total_bytes = document.peak.allocated_bytes
+    format_size = choose_report_unit(document).format
+    table = make_table("", ">", ">", "|bar", optional=("bar",))
+    table.show_header = False
+    for category, num_bytes in document.peak.categories.items():
+        share = num_bytes / total_bytes
+        if share < min_share:
+            continue
+        table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
+    where = format_stage(document.peak.stage, document.peak.step)
+    return make_section(
+        f"At the peak, {format_bytes(total_bytes)} in {where}", table, *_render_workspaces(document), below=1
+    )
+
+
+def _render_workspaces(document: Report) -> list[RenderableType]:
+    """Return notes on how much the peak depends on the unknown sizes of cuDNN's convolution workspaces."""
+    workspaces, total_bytes = document.peak.workspaces, document.peak.allocated_bytes
+    if workspaces is None:
+        return []
+    refused_notes = [dim(_REFUSED_WORKSPACES.format(workspaces.refused))] if workspaces.refused else []
+    if workspaces.max_peak_bytes - workspaces.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total_bytes:
+        return [*refused_notes]
+    rule_text = f"{format_bytes(workspaces.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
+    min_peak, max_peak = format_bytes(workspaces.min_peak_bytes), format_bytes(workspaces.max_peak_bytes)
+    return [dim(f"{rule_text}; the peak is {min_peak} without any, {max_peak} by their bound."), *refused_notes]
+
+
+def render_tensors(document: Report) -> RenderableType:
+    """Return a table of the largest tensors at the peak; equal ones share a row."""
+    unit = choose_report_unit(document)
+    table = make_table(f">{unit.name}", ">x", "|shape", "~what it is", optional=("shape", "x"))
+    for tensor in merge_equal_tensors(document.peak.tensors)[:MAX_TENSORS]:
+        shape = f"{format_shape(tensor.shape)} {tensor.dtype}"
+        table.add_row(unit.format(tensor.num_bytes), str(tensor.count), shape, render_origin(tensor))
+    return make_section("Largest tensors live at the peak", table, below=1)

@@ -1,0 +1,81 @@
+"""The stages of a run as a table for a terminal: memory after each stage and at its peak."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import Unit
+from memprof.report.terminal.console import dim, make_table
+from memprof.report.terminal.device_readings import describe_gpu_differences, find_gpu_columns
+from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
+from memprof.report.terminal.peak import choose_report_unit
+from memprof.units import MIB, format_bytes
+
+MIN_HOST_BYTES = 64 * MIB  # Host memory below this has no column.
+# Columns of the stage table in the order in which a narrow terminal drops them.
+_OPTIONAL_COLUMNS = (
+    "host peak",
+    "seconds",
+    "delta",
+    "torch.cuda\nreserved",
+    "NVML\nused",
+    "reserved",
+    "torch.cuda\npeak",
+)
+
+
+def render_stages(document: Report) -> RenderableType:
+    """Return the table of stages; equal layers, and the steps other than that of the peak, are one row each."""
+    usable, step, unit = document.device.usable_bytes, choose_full_step(document), choose_report_unit(document)
+    format_size = unit.format
+    on_cpu, is_measured, gpu_columns = document.on_cpu, document.source == "measured", find_gpu_columns(document)
+    shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
+    headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *gpu_columns]
+    headers += ["seconds" if is_measured else "on this GPU", *(["host peak"] * shows_host)]
+    title = f"stage (step {step})" if step else "stage"
+    table = make_table(title, *(f">{header}" for header in headers), ruled=True, optional=_OPTIONAL_COLUMNS)
+    rows = fold_stages(document)
+    peak_index = find_peak_row(document, rows)
+    for i, row in enumerate(rows):
+        name, verdict = format_stage_name(row, unit, is_peak=i == peak_index), format_stage_fit(row, usable, unit)
+        held_bytes = row.resident_bytes if on_cpu else row.peak_reserved_bytes
+        sizes = (held_bytes, *(getattr(row, attribute) for attribute in gpu_columns.values()))
+        table.add_row(
+            name,
+            format_size(row.allocated_bytes),
+            format_size(row.delta_bytes, sign=True),
+            format_size(row.peak_allocated_bytes),
+            *("" if size is None else format_size(size) for size in sizes),
+            verdict if not is_measured else "" if row.seconds is None else f"{row.seconds:,.3f}",
+            *([format_size(row.peak_host_bytes)] * shows_host),
+        )
+    rounds_note = ""
+    if any(row.num_rounds > 1 for row in rows):
+        rounds_note = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
+    if on_cpu:
+        legend = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
+        return Group(table, dim(f"{unit.name}. {legend}.{rounds_note}"))
+    note = f"{unit.name}; peak: most allocated, reserved: most held from the driver in the stage"
+    excluded = f"the CUDA context{' and other processes' * is_measured}"
+    note += f"; {format_bytes(usable or 0)} usable beside {excluded}.{rounds_note}"
+    return Group(table, dim(note), *describe_gpu_differences(document))
+
+
+def format_stage_name(row: ShownStage, unit: Unit, *, is_peak: bool) -> Text:
+    """Return the name of a row, with the number of stages and repetitions in it; the run's peak is marked."""
+    name = Text(row.name)
+    if row.num_merged > 1:
+        suffix = "each" if row.has_equal_deltas else "on average"
+        name.append(f" x{row.num_merged}, {unit.format(row.delta_bytes // row.num_merged)} {suffix}", style="dim")
+    if row.num_rounds > 1:
+        name.append(f" (x{row.num_rounds})", style="dim")
+    return name.append("  <- peak", style="bold") if is_peak else name
+
+
+def format_stage_fit(row: ShownStage, usable_bytes: int | None, unit: Unit) -> Text:
+    """Return whether a row fits, by how much it does not, or that memory runs out in it."""
+    if usable_bytes is not None and row.peak_allocated_bytes > usable_bytes:
+        return Text(f"{unit.format(row.peak_allocated_bytes - usable_bytes)} over", style="red")
+    return Text("out of memory", style="red") if row.oom else Text("fits")

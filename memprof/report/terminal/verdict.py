@@ -1,0 +1,175 @@
+"""The verdict on a run as text for a terminal: whether it fits, what it needs, and where it runs out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memprof.findings import Finding, Severity
+from memprof.findings.exhaustion import Growth
+from memprof.ledger.caught_errors import CaughtError
+from memprof.ledger.stages import format_stage
+from memprof.report.documents.report import Report, Verdict
+from memprof.report.terminal.console import dim, make_section
+from memprof.report.terminal.heading import has_own_exit_code
+from memprof.report.terminal.limit import format_limit
+from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
+from memprof.units import format_bytes
+
+
+def render_answer(document: Report) -> RenderableType:
+    """Return what `--quiet` prints: the verdict, or of a search its result."""
+    return render_verdict(document) if document.limit is None else Text(format_limit(document.limit))
+
+
+def render_verdict(document: Report, *, with_message: bool = True) -> RenderableType:
+    """Return the verdict on a run: whether it fits, what it needs, and torch's message on running out of memory."""
+    verdict = _render_memory_verdict(document, with_message=with_message)
+    if document.program is None or not has_own_exit_code(document.program):
+        return verdict
+    code = f"The exit code {document.program.exit_code} is the script's own"
+    note = Text(f"{code}, and says nothing of memory: the script left with it.")
+    return Group(verdict, note)
+
+
+def _render_memory_verdict(document: Report, *, with_message: bool) -> RenderableType:
+    verdict, device = document.verdict, document.device
+    if document.on_cpu:
+        resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
+        process = "" if resident is None else f"; the process had up to {format_bytes(resident)} resident"
+        peak = format_bytes(document.peak.allocated_bytes)
+        usage = f"tensors took up to {peak} of host memory{process}."
+        if document.failure is None:
+            return Text(f"Measured: {usage}")
+        reason = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {usage}"
+        return _label("Failed", "bold red", reason)
+    suffix = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
+    suffix = next((f" on rank {row.rank}" for row in document.ranks if row.decides), suffix)
+    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{suffix}"
+    if document.failure is not None:
+        failure = document.failure
+        fit_note, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
+        if failure.kind == FailureKind.REFUSED:
+            label, reason = "Refused", f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
+        elif failure.kind == FailureKind.OTHER_RANK:
+            label, reason = "Stopped", f"{failure.message}. It needed {need} until then"
+        elif failure.kind in NOT_SIMULATED:
+            cause = failure.error if failure.op is None else f"{failure.op} ({failure.error})"
+            reason = f"the run stopped in {failure.phase}, at {cause}"
+            label, reason = "Not simulated", f"{reason}. It needed {need} until then"
+        else:
+            reason = f"the run stopped in {failure.phase} with {failure.error}"
+            label, reason = "Failed", f"{reason}; it needed {need} until then"
+            rest = "The figures are of the run up to there."
+        return _label(label, "bold red", f"{reason}{fit_note} {rest}")
+    if verdict.fits is None:
+        text = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
+        return _label("Not known", "bold yellow", f"{text} Give it more time.")
+    context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
+    usable_bytes = (device.total_bytes or 0) - context_bytes if device.usable_bytes is None else device.usable_bytes
+    spare_bytes = usable_bytes - (verdict.required_bytes - context_bytes)
+    if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
+        return _render_exhaustion(verdict.growth, document.findings, need)
+    if verdict.fits and verdict.first_caught is not None:
+        return _render_fit_after_errors(verdict, verdict.first_caught, need, spare_bytes)
+    if verdict.fits and not verdict.retries and spare_bytes >= 0:
+        return _render_fit(document, need, spare_bytes).append(_format_growth(verdict.growth))
+    if verdict.fits:
+        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
+    if verdict.host_over_bytes and verdict.oom_stage is None:
+        fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
+        usage = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {fit_note}"
+        return _label("Does not fit", "bold red", f"{usage}. Of the GPU it needs {need}.")
+    where = format_stage(verdict.oom_stage or "", verdict.oom_step or 0)
+    was_refused = document.program is not None and document.program.ended == "refused"
+    need_intro = "The script ended there; with that allocation it needs" if was_refused else "The whole run needs"
+    tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
+    num_caught = verdict.out_of_memory_caught
+    caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
+    caught_note *= bool(num_caught)
+    text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used} in use."
+    view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
+    if not with_message:
+        return view
+    message = (verdict.oom_message or "").partition(" If reserved ")
+    view.append(f" torch {'said' if was_refused else 'would say'}:")
+    return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
+    """Return the verdict on a run whose memory grows until the GPU is full, with the step at which that happens."""
+    steps_text = f"the {growth.steps_seen} steps that were run need {need}"
+    num_steps = growth.program_steps
+    end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,}"
+    cause = next((f" {f.title.partition(': ')[2]}." for f in findings if f.id == "memory-growth"), "")
+    growth_text = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
+    sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {steps_text}, and {end_text}. {growth_text}"
+    return _label("Does not fit", "bold red", sentence.rstrip())
+
+
+def _format_growth(growth: Growth | None) -> str:
+    """Return how much memory grows per step, and the step up to which the run fits; "" without growth."""
+    if growth is None:
+        return ""
+    until = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
+    about = "" if growth.program_steps == growth.steps_seen else "about "
+    end = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
+    return f" It grows by {format_bytes(growth.bytes_per_step)} a step{until and ', and fits'}{until}{end}."
+
+
+def _label(label: str, style: str, sentence: str) -> Text:
+    return Text(f"{label}: ", style=style).append(sentence, style="default")
+
+
+def render_certain_errors(document: Report) -> list[RenderableType]:
+    """Return the titles of `find_certain_errors`, which are shown at the verdict."""
+    label = "Fails on a real GPU: "
+    return [Text(label, style="bold red").append(f.title, style="default") for f in find_certain_errors(document)]
+
+
+def find_certain_errors(document: Report) -> list[Finding]:
+    """Return the findings that end the run on a real GPU even with enough memory."""
+    repeated_ids = ("does-not-fit", "run-failed", "memory-growth")  # findings that repeat the verdict
+    return [f for f in document.findings if f.severity is Severity.ERROR and f.id not in repeated_ids]
+
+
+def _describe_retries(retries: int) -> str:
+    frequency = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
+    reason = "the allocator releases what it holds and does not use, which takes time"
+    return f"the GPU is full {frequency}, and the run goes on because {reason}"
+
+
+def _describe_errors(count: int) -> str:
+    subject = "an out-of-memory error was" if count == 1 else f"{count} out-of-memory errors were"
+    return f"{subject} raised and caught"
+
+
+def _render_fit(document: Report, need: str, spare: int) -> Text:
+    """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL."""
+    nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
+    if nccl is None:
+        return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+    min_bytes, max_bytes = nccl
+    range_text = f"{format_bytes(min_bytes)} to {format_bytes(max_bytes)}"
+    if spare >= max_bytes:
+        rest = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
+        return _label("Fits", "bold green", f"needs {need}, {rest}")
+    rest = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
+    return _label("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {rest}")
+
+
+def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, spare_bytes: int) -> Text:
+    """Return the verdict on a program that caught out-of-memory errors, and fits without the failed allocations."""
+    num_caught = verdict.out_of_memory_caught
+    first_note = "" if num_caught == 1 else ", the first"
+    stage = format_stage(first.stage, first.step)
+    where = f" at {short_source(first.source)}" if first.source else ""
+    request = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
+    retries_text = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
+    need_note = retries_text if verdict.retries or spare_bytes < 0 else f"{format_bytes(spare_bytes)} to spare"
+    errors_text = f"{_describe_errors(num_caught)}{first_note} in {stage}{where}, where {request}"
+    sentence = f"{errors_text}; the script went on without it. What it did instead needs {need}, {need_note}."
+    return _label("Fits only without what was refused", "bold yellow", sentence)

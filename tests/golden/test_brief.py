@@ -1,0 +1,80 @@
+"""The first screen of a report: its look, that it fits a screen, and what stands on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memprof.findings import Evidence, Finding, Severity
+from memprof.flows.saved_files import load_json
+from memprof.report.documents.report import Report
+from memprof.report.terminal.brief import MAX_CAUSES, render
+from memprof.report.terminal.console import to_text
+from tests.golden.commands import KEPT
+from tests.golden.test_report import MIB, check, document
+
+MAX_LINES = 40
+REPORTS = sorted(path for path in KEPT.glob("*.json") if path.stem.partition("-")[0] in ("profile", "run"))
+
+
+def saved_report(path: Path, folder: Path) -> Report:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    copy = folder / path.name
+    copy.write_text(json.dumps({"memprof_version": "", **values}), encoding="utf-8")
+    report = load_json(copy)
+    assert isinstance(report, Report)
+    return report
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(("name", "total_mib"), [("fits", 8192), ("does_not_fit", 2048)])
+def test_look(name: str, total_mib: int, width: int) -> None:
+    check(f"brief_{name}_{width}.txt", to_text(render(document(total_mib * MIB)), width))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_fits_a_screen(path: Path, tmp_path: Path) -> None:
+    lines = to_text(render(saved_report(path, tmp_path)), 100).splitlines()
+    assert len(lines) <= MAX_LINES
+    assert lines[0].partition(":")[0] in ("Fits", "Does not fit", "Fits, with allocator retries")
+    assert max(map(len, lines)) <= 100
+
+
+def with_findings(report: Report, *findings: Finding) -> str:
+    return to_text(render(replace(report, findings=findings)), 200)
+
+
+def finding(name: str, severity: Severity, **fields: object) -> Finding:
+    return replace(Finding(name, severity, f"title of {name}", 1, (), ()), **fields)
+
+
+def test_a_finding_that_repeats_the_verdict_is_left_out() -> None:
+    report = document(2048 * MIB)
+    assert "title of does-not-fit" not in with_findings(report, finding("does-not-fit", Severity.ERROR))
+
+
+def test_notes_do_not_crowd_out_warnings() -> None:
+    names = [f"warning-{number}" for number in range(MAX_CAUSES + 1)]
+    warnings = [finding(name, Severity.WARNING) for name in names]
+    text = with_findings(document(2048 * MIB), finding("note", Severity.NOTE), *warnings)
+    assert "title of note" not in text
+    assert [f"title of {name}" in text for name in names] == [True] * MAX_CAUSES + [False]
+
+
+def test_the_fix_of_a_line_is_what_to_do_first() -> None:
+    evidence = (Evidence("fix: `del out` after the last use", source="/src/train.py:12 main"),)
+    cause = finding("idle-memory", Severity.WARNING, evidence=evidence, is_decisive=True)
+    report = document(2048 * MIB)
+    text = with_findings(report, cause, *report.findings)
+    do = text.partition("\nDo\n")[2].splitlines()
+    assert do[0].strip() == "- src/train.py:12: `del out` after the last use"
+    assert "needs" not in do[1]  # no fix of another finding: with this one the run fits
+
+
+def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
+    text = with_findings(document(8192 * MIB), finding("device-mismatch", Severity.ERROR))
+    assert text.splitlines()[1] == "Fails on a real GPU: title of device-mismatch"
+    assert text.count("title of device-mismatch") == 1
