@@ -45,10 +45,12 @@ SAME = "Expected all tensors to be on the same device, but"
             "Expected object of backend CPU but got backend CUDA for argument #4 'm'",
             Mismatch(("cuda", "cpu"), "m"),
         ),
+        ("Expected object of device type xpu but got device type cpu", Mismatch(("cpu", "xpu"))),
+        ("Expected object of device type npu but got device type cpu", Mismatch(("cpu", "npu"))),
         ("Expected object of type torch.cuda.LongTensor but got type torch.LongTensor", Mismatch(("cpu", "cuda"))),
         ("Tensor on device cuda:0 is not on the expected device meta!", Mismatch(("cuda:0", "meta"))),
         (
-            "Tensor for argument #2 'mat1' is on CPU, but expected it to be on GPU (while checking arguments for addmm)",
+            "Tensor for argument #2 'mat1' is on CPU, but expected it to be on GPU (while checking arguments for mm)",
             Mismatch(("cpu", "cuda"), "mat1"),
         ),
         (
