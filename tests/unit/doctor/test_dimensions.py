@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from memprof.doctor.dimensions import Dimensions, find_batch_size, find_dimensions, find_model_name, find_seq_length
+from memprof.errors import UsageError
 
 
 def dimensions(folder: Path, **config: object) -> Dimensions:
@@ -74,6 +75,32 @@ def test_the_text_model_of_several(tmp_path: Path):
     found = dimensions(tmp_path, hidden_size=1, vocab_size=9, text_config={"hidden_size": 640})
     assert (found.hidden, found.vocabulary, found.model) == (640, 9, str(tmp_path / "config.json"))
     assert dimensions(tmp_path, hidden_size=1, text_config="llama").hidden == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "max_positions", "num_parameters", "half_dtype"),
+    [
+        ("qwen3-4b", 151_936, 40_960, 4_022_468_096, "bfloat16"),
+        ("opt-125m", 50_272, 2048, 125_239_296, "float16"),
+        ("vit-base", 0, 197, 86_567_656, "bfloat16"),
+    ],
+)
+def test_a_model_of_the_catalog(name: str, vocabulary: int, max_positions: int, num_parameters: int, half_dtype: str):
+    found = find_dimensions(name)
+    assert (found.vocabulary, found.max_positions, found.num_parameters) == (vocabulary, max_positions, num_parameters)
+    assert (found.model, found.half_dtype) == (name, half_dtype)
+
+
+def test_a_name_of_the_catalog_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "qwen3-4b").mkdir()
+    (tmp_path / "qwen3-4b" / "config.json").write_text('{"hidden_size": 1}')
+    monkeypatch.chdir(tmp_path)
+    assert find_dimensions("qwen3-4b").hidden == 2560
+
+
+def test_what_is_neither_a_file_nor_in_the_catalog():
+    with pytest.raises(UsageError, match="unknown model"):
+        find_dimensions("no/such/model")
 
 
 @pytest.mark.parametrize(
