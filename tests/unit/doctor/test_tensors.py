@@ -120,3 +120,58 @@ def test_the_weights_of_a_model(shape: tuple[int, ...], role: str, dtype: str, i
     assert (candidate.role, candidate.num_bytes) == (role, math.prod(shape) * item)
     assert candidate.exact
     assert candidate.in_traceback
+
+
+def rows(tokens: int, **known: object) -> tuple[object, ...]:
+    """Shape and reason of the likeliest tensor for `tokens` rows of logits in half precision."""
+    num_bytes = tokens * 50_000 * 2
+    first = find_candidates(TensorQuery(num_bytes, num_bytes, MODEL, **known))[0]  # type: ignore[arg-type]
+    assert first.role == "logits"
+    return first.shape[:2], first.exact, first.why
+
+
+@pytest.mark.parametrize(
+    ("tokens", "known", "shape", "is_exact", "why"),
+    [
+        (3 * 1021, {"batch": 3, "length": 1021}, (3, 1021), True, "batch and length given"),
+        (3 * 1020, {"batch": 3, "length": 1021}, (3, 1020), True, "last position left out"),
+        (5 * 1000, {"length": 1000}, (5, 1000), False, "5 sequences of 1,000"),
+        (5 * 1000 + 1, {"length": 1000}, (1, 5001), False, "5,001 tokens fit"),
+        (3 * 1024, {"batch": 3}, (3, 1024), False, "3,072 tokens fit"),
+        (3 * 1024, {}, (1, 3072), False, "3,072 tokens fit"),
+        (5 * 1000, {"logged_numbers": (1000,)}, (5, 1000), False, "5,000 tokens fit"),
+        (5 * 1000, {"logged_numbers": (1250, 1000)}, (4, 1250), False, "a multiple of 1,250"),
+        (65 * 65, {"logged_numbers": (65,)}, (65, 65), False, "a multiple of 65"),
+        (64 * 63, {"logged_numbers": (64,)}, (1, 4032), False, "4,032 tokens fit"),
+        # The smallest batch whose sequences the model takes: of 4,096 at most.
+        (4096, {}, (1, 4096), False, "4,096 tokens fit"),
+        (8192, {}, (2, 4096), False, "8,192 tokens fit"),
+        (8194, {}, (1, 8194), False, "8,194 tokens fit"),
+        (12288, {}, (4, 3072), False, "12,288 tokens fit"),
+    ],
+)
+def test_how_many_tokens_it_has(
+    tokens: int, known: dict[str, object], shape: tuple[int, int], is_exact: bool, why: str
+):
+    found_shape, found_exact, found_why = rows(tokens, **known)
+    assert (found_shape, found_exact) == (shape, is_exact)
+    assert why in str(found_why)
+
+
+@pytest.mark.parametrize(
+    ("known", "is_exact"),
+    [({"batch": 2, "length": 1531}, True), ({"length": 1531}, False), ({"batch": 2}, False), ({}, False)],
+)
+def test_scores_have_the_square_of_the_length(known: dict[str, int], is_exact: bool):
+    num_bytes = 2 * 10 * 1531**2 * 2
+    query = TensorQuery(num_bytes, num_bytes, MODEL, roles=frozenset({"attention"}), **known)  # type: ignore[arg-type]
+    (scores,) = [one for one in find_candidates(query) if one.shape == (2, 10, 1531, 1531)]
+    assert (scores.role, scores.dtype, scores.num_bytes) == ("attention scores", "bfloat16", num_bytes)
+    assert (scores.exact, scores.in_traceback, scores.model) == (is_exact, True, "m")
+
+
+@pytest.mark.parametrize("length", [1530, 1532])
+def test_scores_of_another_length(length: int):
+    num_bytes = 2 * 10 * 1531**2 * 2
+    found = find_candidates(TensorQuery(num_bytes, num_bytes, MODEL, batch=2, length=length))
+    assert "attention scores" not in [one.role for one in found]
