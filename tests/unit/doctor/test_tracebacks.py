@@ -53,6 +53,11 @@ def test_lines_of_other_ranks_are_left_out():
     assert [one.file for one in frames(text, "OutOfMemoryError\n[rank0]: x")] == ["/w/a.py", "/w/b.py"]
 
 
+def test_a_process_whose_number_begins_with_another_s_is_another():
+    text = '(Worker pid=123) File "/w/a.py", line 1, in f\n(Worker pid=12) File "/w/b.py", line 2, in g\n'
+    assert [one.file for one in frames(text, "(Worker pid=12) OutOfMemoryError")] == ["/w/b.py"]
+
+
 def in_file(path: str) -> TracebackFrame:
     return TracebackFrame(path, 1, "f")
 
