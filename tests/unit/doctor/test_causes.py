@@ -65,6 +65,8 @@ def sizes(others: dict[int, float] | None = None, **gib: float) -> MessageSizes:
         (sizes(tried=8, total=100, free=0, process=100, reserved=80, allocated=72), Cause.FRAGMENTATION),
         (sizes(tried=8 + BYTE, total=100, free=0, process=100, reserved=80, allocated=72), Cause.GPU_FULL),
         (sizes(tried=10, total=100, free=2, process=98, reserved=80, allocated=72), Cause.FRAGMENTATION),
+        (sizes(tried=8, total=100, process=100, reserved=80, allocated=72), Cause.FRAGMENTATION),
+        (sizes(tried=8 + BYTE, total=100, process=100, reserved=80, allocated=72), Cause.GPU_FULL),
         (sizes(tried=1, total=100, free=0, process=100, reserved=80, allocated=72 + BYTE), Cause.GPU_FULL),
         # No figure of what is free: a tenth of the GPU is not this process's.
         (sizes(tried=10, total=100, reserved=80 - CONTEXT - BYTE), Cause.DEVICE_MEMORY),
@@ -94,7 +96,8 @@ def test_the_cause_at_its_threshold(figures: MessageSizes, cause: Cause):
     ],
 )
 def test_the_figures_of_the_evidence(figures: MessageSizes, words: str):
-    assert words in find_cause(figures)[1][0]
+    evidence = find_cause(figures)[1][0]
+    assert f" {words}" in f" {evidence}"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,7 @@ def test_the_figures_of_the_evidence(figures: MessageSizes, words: str):
         (sizes(tried=1, total=8, free=0, reserved=8 + BYTE), "spills", True),
         (sizes(tried=1, total=8, free=0, allocated=8 + BYTE), "spills", True),
         (sizes(tried=1, reserved=7, process=7), "outside torch's allocator", False),
+        (sizes(tried=1, reserved=7, process=7 + BYTE), "1 bytes of this process", True),
         (sizes(tried=1, reserved=7, process=7 + 2 * 2**-10), "2.00 MiB of this process", True),
         (sizes(tried=1, reserved=7, process=8), "NCCL", True),
         (sizes(tried=1, allocated=7, process=8), "Metal", True),

@@ -83,9 +83,11 @@ def test_a_process_of_exactly_its_tensors_is_believed() -> None:
 
 
 @pytest.mark.parametrize(("gib", "pids"), [((1 << 30) - 1, [7]), (1 << 30, []), (17179869184, [])])
-def test_sizes_that_the_driver_does_not_know_are_no_processes(gib: int, pids: list[int]) -> None:
+def test_sizes_that_the_driver_does_not_know_are_none(gib: int, pids: list[int]) -> None:
     message = f"Process 7 has {gib}.00 GiB memory in use."
     assert [pid for pid, _ in read_caching_allocator(message).others] == pids
+    total = read_caching_allocator(f"GPU 0 has a total capacity of {gib}.00 GiB").total
+    assert (total is not None) == bool(pids)
 
 
 def test_metal_without_its_own_figure_has_no_process() -> None:
