@@ -98,6 +98,15 @@ def test_a_name_of_the_catalog_is_no_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_dimensions("qwen3-4b").hidden == 2560
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "null", '""'])
+def test_what_is_no_configuration(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError) as refused:
+        find_dimensions(str(tmp_path))
+    assert refused.value.value == str(tmp_path)
+    assert refused.value.hint
+
+
 def test_what_is_neither_a_file_nor_in_the_catalog():
     with pytest.raises(UsageError, match="unknown model"):
         find_dimensions("no/such/model")

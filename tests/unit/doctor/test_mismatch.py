@@ -71,6 +71,10 @@ SAME = "Expected all tensors to be on the same device, but"
         ("indices should be either on cpu or on the same device", Mismatch(("cuda", "cpu"), "indices")),
         ("Placeholder storage has not been allocated on MPS device!", Mismatch(("cpu", "mps"))),
         ("Expected all tensors on one device, found CUDA:0 and also CPU", Mismatch(("cuda:0", "cpu"))),
+        (
+            "found CUDA:0 and also CPU (when checking argument for argument mat2 in method wrapper_CUDA_mm)",
+            Mismatch(("cuda:0", "cpu"), "mat2", "mm"),
+        ),
         (f"{SAME} (when checking argument for argument weight in method wrapper_XPU_mm)", Mismatch((), "weight", "mm")),
     ],
 )
