@@ -130,11 +130,15 @@ FIND_ALL = "memprof profile --model MODEL --fix device-placement"
             for name in ("mat2", "weight", "bias", "running_mean", "running_var")
         ),
         (Mismatch(("cpu", "cuda:0"), "other"), [MOVE_TENSOR, BUFFER, FIND_ALL]),
+        # A GPU without its number may be the other one.
+        (Mismatch(("cuda", "cuda:0")), [MOVE_TENSOR, BUFFER, FIND_ALL]),
+        (Mismatch(("mps", "mps:0")), [MOVE_TENSOR, BUFFER, FIND_ALL]),
     ],
 )
 def test_advice_for_the_tensor_that_is_elsewhere(mismatch: Mismatch, commands: list[str]):
     steps = list(list_advice(mismatch, []))
     assert [step.command for step in steps] == commands
+    assert all(step.what for step in steps)
     assert [step.fix for step in steps if step.fix] == (["device-placement"] if FIND_ALL in commands else [])
     assert [step.code for step in steps if step.command != FIND_ALL] == ["python"] * (
         len(steps) - (FIND_ALL in commands)
