@@ -37,6 +37,13 @@ def test_frames_without_code_or_function():
     assert frames(two) == [TracebackFrame("/w/a.py", 1, "f"), TracebackFrame("/w/b.py", 2, "g")]
 
 
+def test_the_code_of_the_next_frame_is_its_own():
+    found = frames(
+        '  File "/w/a.py", line 1, in f\n  File "/w/net.py", line 31, in forward\n    return self.layer(x)\n'
+    )
+    assert found == [TracebackFrame("/w/a.py", 1, "f"), NET]
+
+
 def test_a_cell_of_a_notebook():
     found = frames("Cell In[7], line 3\n      2 x = 1\n----> 3 model(x)\n")
     assert found == [TracebackFrame("In[7]", 3, "", "model(x)")]
@@ -50,6 +57,7 @@ def test_the_last_traceback_counts():
 def test_lines_of_other_ranks_are_left_out():
     text = '[rank1]:   File "/w/a.py", line 1, in f\n[rank0]:   File "/w/b.py", line 2, in g\n'
     assert [one.file for one in frames(text, "[rank0]: OutOfMemoryError\n[rank1]: x")] == ["/w/b.py"]
+    assert [one.file for one in frames(text, "ERROR [rank0]: OutOfMemoryError")] == ["/w/b.py"]
     assert [one.file for one in frames(text, "OutOfMemoryError\n[rank0]: x")] == ["/w/a.py", "/w/b.py"]
 
 
