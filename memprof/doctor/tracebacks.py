@@ -53,7 +53,8 @@ def read_frames(passage: Passage) -> list[TracebackFrame]:
     lines = passage.text_before.split("\n")
     rank = _RANK_PREFIX.search(passage.text_after.split("\n", 1)[0])
     if rank is not None:  # processes write at once
-        lines = [line for line in lines if rank[0] in line]
+        same_rank = re.compile(re.escape(rank[0]) + r"(?!\d)")
+        lines = [line for line in lines if same_rank.search(line)]
     clean_lines = [clean_line(line) for line in lines]
     starts = [i for i, line in enumerate(clean_lines) if "Traceback (most recent call last)" in line]
     if starts:

@@ -39,12 +39,14 @@ def test_what_is_no_size(text):
     with pytest.raises(UsageError) as refused:
         parse_gib(text)
     assert refused.value.hint == "give GiB, such as 80 or 23.6, or 24GB"
+    assert refused.value.value == repr(text)
 
 
 def test_no_machine_has_more_than_a_pebibyte():
     with pytest.raises(UsageError) as refused:
         parse_gib(f"{2**50 + 1}b")
     assert refused.value.hint == "at most 1048576 (GiB)"
+    assert refused.value.value == "'1125899906842625b'"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,16 @@ def test_a_count_in_another_form():
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(80 * 2**30, "80"), (24 * 10**9, "24GB"), (512 * 2**20, "0.5"), (3 * 2**20, "3MiB"), (2**30 + 1, "1073741825b")],
+    [
+        (80 * 2**30, "80"),
+        (24 * 10**9, "24GB"),
+        (512 * 2**20, "0.5"),
+        (3 * 2**20, "3MiB"),
+        (2**30 + 1, "1073741825b"),
+        (99_999 * 2**30, "99999"),
+        (100_000 * 2**30, "107374182400000b"),  # five digits of it are 1e+05, which is no size
+        (1, "1b"),  # 9.3e-10 GiB
+    ],
 )
 def test_a_size_in_its_shortest_exact_spelling(num_bytes, text):
     assert format_size_option(num_bytes) == text
@@ -111,6 +122,7 @@ def test_fewer_than_a_thousand_parameters_are_billions_without_their_letter():
         with pytest.raises(UsageError) as refused:
             parse_count(few)
         assert refused.value.hint == f"did you mean {few}B?"
+        assert refused.value.value == repr(few)
 
 
 @pytest.mark.parametrize("text", ["0", "-4B", "four", "1e18", "12,34"])
@@ -118,6 +130,7 @@ def test_what_is_no_count_of_parameters(text):
     with pytest.raises(UsageError) as refused:
         parse_count(text)
     assert refused.value.hint == "write it like 70M, 1.2B or 4B"
+    assert refused.value.value == repr(text)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +163,7 @@ def test_what_is_no_whole_number(text, hint):
     with pytest.raises(UsageError) as refused:
         parse_integer(text)
     assert refused.value.hint == hint
+    assert refused.value.value == repr(text)
 
 
 def test_rounding_up():

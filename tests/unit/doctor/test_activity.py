@@ -7,7 +7,7 @@ import io
 import pytest
 
 from memprof.doctor import Diagnosis, diagnose
-from memprof.doctor.activity import Activity, find_activity
+from memprof.doctor.activity import Activity, find_activity, list_call_advice
 from memprof.doctor.reported_run import find_arguments
 from memprof.doctor.tracebacks import TracebackFrame, find_script
 
@@ -88,6 +88,31 @@ def test_fixes_are_those_of_the_activity(function: str, code: str, without: set[
 def test_advice_for_the_call(code: str, command: str | None):
     first = failed(("/w/net.py", "forward", code)).steps[0]
     assert (first.command == command) if command is not None else "memprof" in first.command
+
+
+INFERENCE = "with torch.inference_mode():"
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "is_asked"),
+    [
+        ("evaluate", "y = model(x)", True),
+        ("Trainer.evaluate", "y = model(x)", True),
+        ("evaluate", "with torch.no_grad(): y = model(x)", False),
+        ("evaluate", "with torch.inference_mode(): y = model(x)", False),
+        ("main", "y = model(x)", False),
+    ],
+)
+def test_an_evaluation_is_asked_for_its_gradients(function: str, code: str, is_asked: bool):
+    frames = parsed(("/w/net.py", function, code))
+    commands = [(step.command, step.code) for step in list_call_advice(frames, find_activity(frames))]
+    assert commands == ([(INFERENCE, "python")] if is_asked else [])
+
+
+@pytest.mark.parametrize(("num_inner", "is_given"), [(7, True), (8, False)])
+def test_the_calls_of_the_innermost_eight_lines_count(num_inner: int, is_given: bool):
+    frames = parsed(("/w/a.py", "f", "torch.cdist(a, b)"), *[("/w/b.py", "g", "h()")] * num_inner)
+    assert bool(list(list_call_advice(frames, Activity.UNKNOWN))) == is_given
 
 
 # -- the script --------------------------------------------------------------------------------------------------------

@@ -152,3 +152,174 @@ def test_a_torch_that_cannot_be_imported_is_said():
 def test_versions_are_compared_as_numbers():
     assert parse_version("4.46.0.dev0") == (4, 46, 0)
     assert parse_version("git") == ()
+
+
+# -- thresholds and facts ----------------------------------------------------------------------------------------------
+
+
+def found_on(host: HostLimits | None = None, gpu: NvmlGpu | None = None) -> list[str]:
+    sample = NvmlSample(() if gpu is None else (gpu,))
+    checked = check_installation(environment(), sample, host or HostLimits(), lambda name: None, PrivateNames())
+    return [finding.problem for finding in checked.findings]
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (HostLimits(shm_total_bytes=GIB - 1, shm_free_bytes=GIB - 1), "/dev/shm has 1,024.00 MiB"),
+        (HostLimits(shm_total_bytes=GIB, shm_free_bytes=GIB), None),
+        (HostLimits(shm_total_bytes=10 * GIB, shm_free_bytes=GIB), None),
+        (HostLimits(shm_total_bytes=10 * GIB, shm_free_bytes=GIB - 1), "nearly full: 1,024.00 MiB left"),
+        (HostLimits(shm_total_bytes=10 * GIB), None),
+        (HostLimits(total=80 * GIB, locked_limit_bytes=10 * GIB), None),
+        (HostLimits(total=80 * GIB, locked_limit_bytes=10 * GIB - 1), "locked memory is limited to 10.00 GiB"),
+        (HostLimits(locked_limit_bytes=1), None),
+        (HostLimits(total=80 * GIB, cgroup_limit_bytes=80 * GIB), None),
+        (HostLimits(total=80 * GIB, cgroup_limit_bytes=79 * GIB), "79.00 GiB of 80.00 GiB"),
+        (HostLimits(cgroup_limit_bytes=1), None),
+    ],
+)
+def test_limits_of_the_host(host: HostLimits, words: str | None):
+    assert [words in problem for problem in found_on(host) if words] == ([True] if words else [])
+    assert words or found_on(host) == []
+
+
+@pytest.mark.parametrize(("used", "is_in_use"), [(None, False), (512 * MIB, False), (512 * MIB + 1, True)])
+def test_a_gpu_in_use(used: int | None, is_in_use: bool):
+    problems_found = found_on(gpu=NvmlGpu(3, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=used))
+    assert ["GPU 3 is in use: 512.00 MiB, by processes that are not shown" in one for one in problems_found] == (
+        [True] if is_in_use else []
+    )
+
+
+def test_four_processes_of_a_gpu_are_named():
+    processes = tuple(GpuProcess(pid, "python", None if pid == 1 else pid * GIB, "compute") for pid in range(1, 6))
+    (problem,) = found_on(gpu=NvmlGpu(0, "A", total_bytes=80 * GIB, used_bytes=70 * GIB, processes=processes))
+    assert "python (pid 1), python (pid 2, 2.00 GiB)" in problem
+    assert "(pid 4, 4.00 GiB)" in problem
+    assert "pid 5" not in problem
+
+
+def facts(host: HostLimits | None = None, gpu: NvmlGpu | None = None, **changes: object) -> dict[str, str]:
+    sample = NvmlSample(() if gpu is None else (gpu,))
+    versions = {"transformers": "4.57.1", "peft": "0.18.0"}
+    checked = check_installation(
+        environment(**changes), sample, host or HostLimits(), versions.get, PrivateNames(9, {"torch.a": ""})
+    )
+    return dict(checked.facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "torch"),
+    [
+        ({}, "2.13.0+cu130, for CUDA 13.0"),
+        ({"torch_cuda": None, "torch_hip": "7.1"}, "2.13.0+cu130, for ROCm 7.1"),
+        ({"torch_cuda": None}, "2.13.0+cu130, for the CPU alone"),
+        ({"torch_version": None}, "not installed"),
+    ],
+)
+def test_what_torch_is_for(changes: dict[str, object], torch: str):
+    assert facts(**changes)["torch"] == torch
+
+
+def test_facts_of_the_machine():
+    host = HostLimits(64 * GIB, 32 * GIB, 2 * GIB, GIB, 8 * MIB, 16 * GIB)
+    variables = {"PYTORCH_ALLOC_CONF": "", "CUDA_VISIBLE_DEVICES": "1", "HOME": "/"}
+    gpu = NvmlGpu(1, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=2 * GIB)
+    found = facts(host, gpu, variables=variables)
+    expected = {
+        "driver": "580.1",
+        "newest CUDA it runs": "13.0",
+        "private names of torch": "8 of 9 are there",
+        "GPU 1": "NVIDIA A100, 80.00 GiB, 2.00 GiB used",
+        "transformers": "4.57.1",
+        "peft": "0.18.0",
+        "host memory": "64.00 GiB",
+        "of it available": "32.00 GiB",
+        "limit of the job": "16.00 GiB",
+        "/dev/shm": "2.00 GiB",
+        "limit of locked memory": "8.00 MiB",
+        "PYTORCH_ALLOC_CONF": "",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert not found.keys() & {"HOME", "accelerate"}
+
+
+def test_facts_that_are_not_known():
+    found = facts(
+        gpu=NvmlGpu(0, "NVIDIA A100", total_bytes=None, used_bytes=None), driver_version=None, driver_cuda=None
+    )
+    assert (found["driver"], found["GPU 0"]) == ("none", "NVIDIA A100")
+    assert not found.keys() & {"newest CUDA it runs", "host memory", "/dev/shm"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_affected"),
+    [
+        ({"torch": "2.9.0"}, True),
+        ({"torch": "2.10.0"}, False),
+        ({"torch": "2.9.1", "nvidia-cudnn-cu13": "9.14.0"}, True),
+        ({"torch": "2.9.1", "nvidia-cudnn-cu13": "9.15"}, False),
+        ({"torch": "2.9.1", "nvidia-cudnn": "9.15.1"}, False),
+        ({"transformers": "4.45.0", "nvidia-cudnn": "9.15.1"}, True),
+        ({"transformers": "git"}, False),
+    ],
+)
+def test_releases_that_are_affected(versions: dict[str, str], is_affected: bool):
+    checked = check_installation(environment(), NvmlSample(), HostLimits(), versions.get, PrivateNames())
+    assert len([finding for finding in checked.findings if finding.source]) == is_affected
+
+
+@pytest.mark.parametrize(
+    ("text", "release", "name", "command"),
+    [
+        ("max_split_size_mb:64", "2.8", "PYTORCH_ALLOC_CONF", "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64"),
+        (
+            "expandable_segments:True", "2.9", "PYTORCH_ALLOC_CONF",
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
+        (
+            "expandable_segments:True,max_split_size_mb:64", "2.13", "PYTORCH_ALLOC_CONF",
+            "export PYTORCH_ALLOC_CONF=expandable_segments:True",
+        ),
+    ],
+)  # fmt: skip
+def test_the_setting_that_mends_another(text: str, release: str, name: str, command: str):
+    (check,) = check_allocator_settings({name: text}, parse_release(release))
+    assert check.command == command
+
+
+def test_settings_that_are_fine_in_their_release():
+    assert problems("max_split_size_mb:64", "2.9", "PYTORCH_ALLOC_CONF") == []
+    both = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert problems("expandable_segments:True", "2.9", "PYTORCH_ALLOC_CONF", **both) == []
+    assert problems("garbage_collection_threshold:0.8,per_process_memory_fraction:1.0") != []
+
+
+def test_caching_switched_off_without_settings():
+    (check,) = check_allocator_settings({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, parse_release("2.13"))
+    assert "does nothing" not in check.problem
+    assert check.command == "unset PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "limit"),
+    [
+        ("1024\n", None, 1024),
+        ("max\n", "2048", None),
+        (None, "2048\n", 2048),
+        (None, str((1 << 60) - 1), (1 << 60) - 1),
+        (None, str(1 << 60), None),
+        (None, None, None),
+    ],
+)
+def test_the_limit_of_a_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, new: str | None, old: str | None, limit: int | None
+):
+    files = {"/sys/fs/cgroup/memory.max": new, "/sys/fs/cgroup/memory/memory.limit_in_bytes": old}
+    for path, text in files.items():
+        if text is not None:
+            (tmp_path / path.replace("/", "_")).write_text(text)
+    monkeypatch.setattr("memprof.doctor.installation.Path", lambda path: tmp_path / path.replace("/", "_"))
+    assert read_host_limits().cgroup_limit_bytes == limit

@@ -7,6 +7,8 @@ import io
 import pytest
 
 from memprof.doctor import Diagnosis, diagnose
+from memprof.doctor.diagnosis import MessageSizes
+from memprof.doctor.message_sizes import format_size
 from memprof.doctor.room import Room
 
 GIB = 1 << 30
@@ -23,7 +25,17 @@ GIB = 1 << 30
         (10, 2.4, 10, 80, "lora", False),
         (20, 5, 10, 80, "bfloat16", True),  # the request is half as large, too
         (20, 4.9, 10, 80, "bfloat16", False),
+        (10, 4, 9, 80, "cpu-offload-optimizer", True),
+        (10, 3.9, 9, 80, "cpu-offload-optimizer", False),
+        (32, 1, 32, 80, "qlora", True),
+        (32, 0.9, 32, 80, "qlora", False),
+        (32, 1, 32, 80, "4-bit-weights", True),
+        (32, 0.9, 32, 80, "4-bit-weights", False),
+        (80, 0, 80, 80, "micro-batch", True),
         (81, 80, 80, 80, "micro-batch", False),
+        (160, 80, 80, 80, "bfloat16", True),  # half of the request is as large as the GPU
+        (161, 80, 80, 80, "bfloat16", False),
+        (81, None, None, 80, "micro-batch", False),
         (45, None, None, None, "8-bit-optimizer", True),  # unknown
         (None, 1, 1, 80, "8-bit-optimizer", True),
         (45, 1, None, 80, "8-bit-optimizer", True),
@@ -39,6 +51,30 @@ def test_what_a_fix_can_free(
 ):
     sizes = (None if value is None else int(value * GIB) for value in (need, available, allocated, total))
     assert Room(*sizes).is_reached_by(fix) == is_reached
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "allocated", "available"),
+    [
+        (3, 50, 40, 13),  # what torch has reserved and does not use, too
+        (3, 40, 50, 3),
+        (3, None, 50, 3),
+        (3, 50, None, 3),
+        (0, None, None, 0),
+        (None, 50, 40, None),
+    ],
+)
+def test_what_a_message_says_is_available(
+    free: int | None, reserved: int | None, allocated: int | None, available: int | None
+):
+    given = {"tried": 60, "total": 80, "free": free, "reserved": reserved, "allocated": allocated}
+    sizes = MessageSizes(**{name: None if value is None else format_size(value) for name, value in given.items()})
+    assert Room.from_sizes(sizes) == Room(60, available, allocated, 80)
+
+
+@pytest.mark.parametrize(("need", "is_reached"), [(50, True), (51, False)])
+def test_a_request_beside_nothing_else(need: int, is_reached: bool):
+    assert Room(need, available=10, allocated=40, total=80).is_reached_by_freeing == is_reached
 
 
 def full(tried: str, allocated: str, free: str = "1.00 GiB", total: str = "80.00 GiB", frames: str = "") -> Diagnosis:
