@@ -53,6 +53,7 @@ COPIES: dict[str, tuple[Callable[[], Any], list[int]]] = {
 }
 
 
+@pytest.mark.usefixtures("recorded_release")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("call", "expected"), COPIES.values(), ids=COPIES)
 def test_copies(gpu: VirtualGpu, call: Callable[[], Any], expected: list[int]) -> None:

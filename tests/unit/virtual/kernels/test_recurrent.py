@@ -58,6 +58,7 @@ def test_a_projected_lstm_shares_one_buffer_too(gpu):
     assert layer.weight_hr_l0.grad.shape == (4, HIDDEN)
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_an_lstm_makes_its_output_states_and_what_the_backward_needs(gpu):
     layer = nn.LSTM(INPUT, HIDDEN).cuda()
     data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
@@ -69,6 +70,7 @@ def test_an_lstm_makes_its_output_states_and_what_the_backward_needs(gpu):
     assert any("workspace" in sentence for sentence in gpu.trace.assumptions)
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_a_gru_of_two_layers_in_both_directions_keeps_the_output_between_them(gpu):
     layer = nn.GRU(INPUT, HIDDEN, num_layers=2, bidirectional=True).cuda()
     data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
@@ -92,6 +94,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.usefixtures("recorded_release")
 @pytest.mark.parametrize(("kind", "dtype", "reserve", "workspace"), MEASURED)
 def test_cudnn_takes_what_an_h100_was_asked_for(kind, dtype, reserve, workspace):
     with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
@@ -138,6 +141,7 @@ ANSWERED = [
 ]
 
 
+@pytest.mark.usefixtures("recorded_release")
 @pytest.mark.parametrize(("kind", "dtype", "shape", "forward", "backward", "inference", "reserve"), ANSWERED)
 def test_cudnn_takes_what_it_answered_on_an_h100(kind, dtype, shape, forward, backward, inference, reserve):
     steps, batch, features, hidden, layers, directions = shape
@@ -154,6 +158,7 @@ def test_cudnn_takes_what_it_answered_on_an_h100(kind, dtype, shape, forward, ba
         assert made(gpu, first, hidden=True) == [inference]
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_packed_sequences_need_no_copies_in_the_workspace():
     with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
         layer = nn.LSTM(527, 334, num_layers=3, device="cuda")
@@ -177,6 +182,7 @@ def test_gradients_of_weights_without_biases_are_copied_out_of_the_buffer(gpu):
     assert len(storages(weight.grad for weight in layer.parameters())) == 2
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_dropout_adds_a_bit_and_a_value_for_each_output_between_layers():
     with VirtualGpu(find_gpu("h100-80gb"), workspaces=True) as gpu:
         layer = nn.LSTM(*SHAPE, dropout=0.1, device="cuda")
@@ -226,6 +232,7 @@ def test_gradients_of_all_weights_are_parts_of_one_buffer(gpu):
     layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))[0].sum().backward()
 
 
+@pytest.mark.usefixtures("recorded_release")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_packed_sequences_run_their_rows_alone(gpu, batch_first):
     layer = nn.LSTM(INPUT, HIDDEN, batch_first=batch_first).cuda()
@@ -248,6 +255,7 @@ def test_packed_sequences_run_their_rows_alone(gpu, batch_first):
     assert not gpu.trace.mismatches
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_dropout_between_layers_keeps_its_state_once(gpu):
     layer = nn.GRU(INPUT, HIDDEN, num_layers=2, dropout=0.1).cuda()
     data = torch.randn(STEPS, BATCH, INPUT, device="cuda")

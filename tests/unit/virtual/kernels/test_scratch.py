@@ -177,6 +177,7 @@ ON_HOPPER = {
 }
 
 
+@pytest.mark.usefixtures("recorded_release")
 @pytest.mark.parametrize(("call", "expected"), ON_HOPPER.values(), ids=ON_HOPPER)
 def test_requests_are_those_of_an_h100(call, expected):
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
@@ -187,6 +188,7 @@ def test_requests_are_those_of_an_h100(call, expected):
     assert [storage.num_bytes for storage in requests if storage.device != HOST and storage.num_bytes] == expected
 
 
+@pytest.mark.usefixtures("recorded_release")
 def test_a_bag_of_embeddings_sorts_its_indices():
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
         table = torch.randn(5000, 128, device="cuda", requires_grad=True)
