@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memprof.findings import Evidence, Finding, Severity
+from memprof.findings.finding import Suggestion
 from memprof.flows.saved_files import load_json
 from memprof.report.documents.report import Report
 from memprof.report.terminal.brief import MAX_CAUSES, render
@@ -78,3 +79,26 @@ def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
     text = with_findings(document(8192 * MIB), finding("device-mismatch", Severity.ERROR))
     assert text.splitlines()[1] == "Fails on a real GPU: title of device-mismatch"
     assert text.count("title of device-mismatch") == 1
+
+
+def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
+    report = document(2048 * MIB)
+    line = "- logits and loss: 2.44 GiB (83% of the peak); the largest are "
+    for share, is_told in ((0.49, True), (0.51, False)):
+        num_bytes = int(share * report.peak.categories["logits and loss"])
+        assert (line in with_findings(report, finding("upcast", Severity.WARNING, num_bytes=num_bytes))) is is_told
+    assert line not in with_findings(report, finding("idle-memory", Severity.WARNING, is_decisive=True))
+
+
+def test_a_change_that_does_not_fit_is_suggested_only_where_none_does() -> None:
+    report = document(2048 * MIB)
+    changes = {f: Suggestion(f"text of {f}", f, size, fits, 1) for f, size, fits in (("a", 1, False), ("b", 2, True))}
+    one, other = (finding("x", Severity.WARNING, suggestions=(change,)) for change in changes.values())
+    assert "text of a" in with_findings(report, one)
+    text = with_findings(report, one, other)
+    assert "text of b" in text and "text of a" not in text
+
+
+def test_the_tensor_that_is_refused_has_its_line() -> None:
+    lines = to_text(render(document(2048 * MIB)), 200).splitlines()
+    assert lines[1] == "It is for [4096x64000] float32 of aten._to_copy, at tiny/loss.py:7."

@@ -6,17 +6,17 @@ It has up to about 40 lines of 100 columns; `--full` prints the whole report.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.findings import Finding, Severity
+from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
-from memprof.report.terminal.folding import find_peak_row, fold_stages
+from memprof.report.terminal.folding import choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
@@ -28,6 +28,7 @@ from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
 from memprof.report.terminal.verdict import find_certain_errors, render_answer, render_certain_errors, render_verdict
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.trace.events import short_source
+from memprof.units import format_bytes
 
 MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
@@ -41,13 +42,22 @@ def render(document: Report, *, quiet: bool = False) -> RenderableType:
     if quiet:
         return render_answer(document)
     parts: list[RenderableType] = [render_verdict(document, with_message=False)]
-    parts += [*render_certain_errors(document), render_heading(document)]
+    parts += [*_render_refused(document), *render_certain_errors(document), render_heading(document)]
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, _MIN_SHARE)]
     parts += _render_causes(document)
     parts += _render_actions(document)
     parts += list(_render_tables(document)) or [_render_top_stages(document)]
     return Group(*parts, dim(_describe_rest(document)))
+
+
+def _render_refused(document: Report) -> list[RenderableType]:
+    """Return a line on the tensor whose allocation fails: its shape, its operator, and the line of Python."""
+    verdict = document.verdict
+    if verdict.oom_shape is None or verdict.oom_source is None:
+        return []
+    tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
+    return [Text(f"It is for {tensor} of {verdict.oom_op}, at {short_source(verdict.oom_source)}.")]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
@@ -57,10 +67,11 @@ def _render_causes(document: Report) -> list[RenderableType]:
     shown = [finding for finding in findings if finding.severity is not Severity.NOTE][:MAX_CAUSES]
     if shown:
         is_explained = shown[0].is_decisive or document.verdict.fits is not False
-        tensors = () if is_explained else islice(_list_largest(document), 1)
-        return [make_section("Why", *map(_render_title, shown), *tensors, below=1)]
-    notes = map(_render_title, findings[:1])
-    return [make_section("Largest at the peak", *_list_largest(document), *notes, below=1)]
+        largest = () if is_explained else _describe_largest_category(document, shown[0])
+        return [make_section("Why", *largest, *map(_render_title, shown), below=1)]
+    largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
+    lines = [*(Text("- ").append(line) for line in largest), *map(_render_title, findings[:1])]
+    return [make_section("Largest at the peak", *lines, below=1)]
 
 
 def _render_title(finding: Finding) -> Text:
@@ -72,17 +83,24 @@ def _render_title(finding: Finding) -> Text:
     return title
 
 
-def _list_largest(document: Report) -> Iterator[Text]:
-    """Yield lines on the tensors that take most at the peak, equal ones together."""
+def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
+    """Yield a line on the category with most of the peak and its largest tensors, unless `finding` explains half."""
+    category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1])
+    if (finding.num_bytes or 0) < category_bytes / 2:
+        tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
+        share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
+        for line in _list_largest(document, tensors, 1):
+            yield Text(f"- {category}: {format_bytes(category_bytes)} ({share}); the largest are ").append(line)
+
+
+def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -> Iterator[Text]:
+    """Yield up to `count` descriptions of the largest of `tensors` at the peak, equal ones together."""
     unit = choose_report_unit(document)
-    tensors = sorted(merge_equal_tensors(document.peak.tensors), key=lambda tensor: -tensor.allocated_bytes)
-    for tensor in tensors[:MAX_TENSORS]:
+    for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
         if tensor.allocated_bytes > _MIN_SHARE * document.peak.allocated_bytes:
-            count = f"{tensor.count} x " if tensor.count > 1 else ""
+            times = f"{tensor.count} x " if tensor.count > 1 else ""
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            yield Text(f"- {size}: {count}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(
-                render_origin(tensor)
-            )
+            yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))
 
 
 def _render_actions(document: Report) -> list[RenderableType]:
@@ -91,7 +109,9 @@ def _render_actions(document: Report) -> list[RenderableType]:
     is_solved = lines and document.findings[0].is_decisive  # the run fits with that change alone
     if not (is_solved or document.ladder):
         suggestions = {s.text: s for finding in document.findings for s in finding.suggestions}.values()
-        best = sorted(suggestions, key=lambda suggestion: (not suggestion.fits, suggestion.required_bytes))
+        # Those that do not fit are of use only where none does: together with others they may.
+        fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
+        best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
         lines += [Text(f"- {s.text}", style="green") for s in best[:MAX_SUGGESTIONS]]
     if next_step := choose_next_step(document):
         purpose, command = next_step
@@ -129,7 +149,9 @@ def _render_top_stages(document: Report) -> RenderableType:
     peak_index = find_peak_row(document, rows)
     top = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
-    table = make_table(f"stage, {unit.name}", ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
+    step = choose_full_step(document)
+    title = f"stage (step {step}), {unit.name}" if step else f"stage, {unit.name}"
+    table = make_table(title, ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
     for i in top:
         row = rows[i]
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
