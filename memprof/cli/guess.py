@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from pathlib import Path
+
+from memprof.errors import UsageError
 
 WELCOME = """\
 memprof: where the memory of a PyTorch run goes, and whether it fits a GPU. It needs no GPU.
@@ -21,8 +24,21 @@ _HEAD_BYTES = 4096
 
 
 def guess_command(name: str) -> str | None:
-    """Return the command that reads the file `name`: run, analyze, show or doctor; None: it is no such file."""
-    path = Path(name)
+    """Return the command that reads the file `name`: run, analyze, show or doctor; None: `name` is not one of a file.
+
+    Raises UsageError: `name` has a file's extension or a folder, and there is no such file, or it is of another kind.
+    """
+    command = _guess_by_content(Path(name))
+    if command is None and (Path(name).suffix or os.sep in name):
+        raise UsageError(
+            "there is no such file, or it is none that memprof reads",
+            value=name,
+            hint="give a script (.py), a log, a snapshot of torch or what --save or --json wrote",
+        )
+    return command
+
+
+def _guess_by_content(path: Path) -> str | None:
     try:
         if not path.is_file():
             return None

@@ -13,8 +13,8 @@ def end_interrupted_imports() -> None:
     """Let Ctrl-C end the process during an import; elsewhere it raises KeyboardInterrupt, as usual.
 
     Libraries do not survive an exception while they are imported: NumPy and transformers turn a KeyboardInterrupt into
-    an error of their own, and the initialization of torch aborts. Files are written
-    after all imports; a temporary folder may stay.
+    an error of their own, and the initialization of torch aborts. A file is replaced only once it is complete, so that
+    none is left half written; a temporary one may stay.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not with nohup
         signal.signal(signal.SIGINT, _handle_interrupt)

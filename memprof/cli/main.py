@@ -20,7 +20,7 @@ from memprof.cli.completion import replace_install_callback
 from memprof.cli.exits import CODE_MEANINGS, EXIT_CODE_NOTE
 from memprof.cli.guess import WELCOME, guess_command
 from memprof.cli.interrupt import end_interrupted_imports
-from memprof.cli.options import ErrorReportingGroup, add_command
+from memprof.cli.options import ErrorReportingGroup, add_command, report_parse_errors
 from memprof.cli.streams import discard_output, echo, prepare_streams
 
 # Commands in the order of --help. Each has a module of memprof/cli with a function of the same name, or an `app` with
@@ -88,7 +88,8 @@ class CommandGroup(ErrorReportingGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command named in `args`; for the name of a file, the command that reads it."""
-        command = None if args[0] in COMMANDS else guess_command(args[0])
+        with report_parse_errors(ctx, args):
+            command = None if args[0] in COMMANDS else guess_command(args[0])
         if command is not None:
             echo(f"memprof: this is `memprof {command} {shlex.quote(args[0])}`", err=True)
             args = [command, *args]

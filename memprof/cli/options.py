@@ -125,7 +125,7 @@ def build_spec(request: object, **changes: object) -> TargetSpec:
 
 
 @contextlib.contextmanager
-def _report_parse_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
+def report_parse_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
     """Context manager: report errors of parsing `args`, as JSON too if --json is among them."""
     as_json = "--json" in args
     try:
@@ -163,7 +163,7 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, and the options of files and presets that the command line does not set."""
-        with _report_parse_errors(ctx, args):
+        with report_parse_errors(ctx, args):
             settings.sources = ()
             words: list[str] = []
             remaining = super().parse_args(ctx, [*args])
@@ -239,12 +239,12 @@ class ErrorReportingGroup(typer.core.TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command's name."""
-        with _report_parse_errors(ctx, args):
+        with report_parse_errors(ctx, args):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command named in `args`, as typer does."""
-        with _report_parse_errors(ctx, args):
+        with report_parse_errors(ctx, args):
             return super().resolve_command(ctx, args)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from memprof.cli.guess import WELCOME, guess_command
 from memprof.cli.main import COMMANDS
+from memprof.errors import UsageError
 
 CONTENTS = {
     "train.py": (b"print(1)", "run"),
@@ -29,10 +30,20 @@ CONTENTS = {
 def test_kinds_of_files(name: str, tmp_path: Path) -> None:
     content, command = CONTENTS[name]
     (tmp_path / name).write_bytes(content)
-    assert guess_command(str(tmp_path / name)) == command
+    if command is None:
+        with pytest.raises(UsageError, match="none that memprof reads"):
+            guess_command(str(tmp_path / name))
+    else:
+        assert guess_command(str(tmp_path / name)) == command
 
 
-@pytest.mark.parametrize("name", ["nosuch.py", "", "a\0b", "."])
+def test_a_script_that_is_missing_is_no_unknown_command(memprof, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = memprof("nosuch.py")
+    assert done.exit_code == 2 and "no such file" in done.stderr and "value: nosuch.py\n" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["profiel", "", "a\0b", "."])
 def test_what_is_no_file(name: str) -> None:
     assert guess_command(name) is None
 

@@ -11,6 +11,7 @@ import pytest
 from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.finding import Suggestion
 from memprof.flows.saved_files import load_json
+from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
 from memprof.report.terminal.brief import MAX_CAUSES, render
 from memprof.report.terminal.console import to_text
@@ -101,4 +102,29 @@ def test_a_change_that_does_not_fit_is_suggested_only_where_none_does() -> None:
 
 def test_the_tensor_that_is_refused_has_its_line() -> None:
     lines = to_text(render(document(2048 * MIB)), 200).splitlines()
-    assert lines[1] == "It is for [4096x64000] float32 of aten._to_copy, at tiny/loss.py:7."
+    assert lines[1] == "The refused tensor is [4096x64000] float32 of aten._to_copy, at tiny/loss.py:7."
+
+
+def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:
+    change = Suggestion("text of the change", "a", 1, True, 1)
+    cause = finding("fragmentation", Severity.WARNING, is_decisive=True, suggestions=(change,))
+    other = finding("x", Severity.WARNING, evidence=(Evidence("fix at train.py:3: delete it"),))
+    assert "text of the change" in with_findings(document(2048 * MIB), cause, other)
+
+
+def test_every_shown_cause_and_error_has_its_fix() -> None:
+    causes = [
+        finding(f"x{n}", Severity.WARNING, evidence=(Evidence(f"fix at train.py:{n}: delete it"),))
+        for n in range(MAX_CAUSES)
+    ]
+    error = finding("device-mismatch", Severity.ERROR, evidence=(Evidence("fix: move it", source="/src/a.py:9 f"),))
+    refused = finding("does-not-fit", Severity.ERROR)
+    text = with_findings(document(2048 * MIB), error, refused, *causes)
+    assert "- src/a.py:9: move it" in text
+    assert all(f"- train.py:{n}: delete it" in text for n in range(MAX_CAUSES))
+
+
+def test_the_result_of_a_search_comes_first() -> None:
+    runs = tuple(LargestSearchRun(number, 1, number < 4, "loss", f"memprof {number}") for number in (2, 3, 4))
+    report = replace(document(8192 * MIB), limit=LargestSearch("batch-size", 3, 4, runs))
+    assert to_text(render(report), 100).strip().startswith("The largest batch that fits: 3\n")

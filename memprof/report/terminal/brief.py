@@ -23,7 +23,8 @@ from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories
 from memprof.report.terminal.ranks import render_gpus, render_ranks
-from memprof.report.terminal.stages import format_stage_fit, format_stage_name
+from memprof.report.terminal.stages import format_stage
+from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
 from memprof.report.terminal.verdict import find_certain_errors, render_answer, render_certain_errors, render_verdict
 from memprof.stubs.packages import NO_STUBS_HINT
@@ -41,7 +42,9 @@ def render(document: Report, *, quiet: bool = False) -> RenderableType:
     """Return the first screen of a report; `quiet` leaves only the verdict."""
     if quiet:
         return render_answer(document)
-    parts: list[RenderableType] = [render_verdict(document, with_message=False)]
+    total_bytes = document.device.total_bytes or 0
+    parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
+    parts += [render_verdict(document, with_message=False)]
     parts += [*_render_refused(document), *render_certain_errors(document), render_heading(document)]
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, _MIN_SHARE)]
@@ -57,21 +60,26 @@ def _render_refused(document: Report) -> list[RenderableType]:
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
     tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
-    return [Text(f"It is for {tensor} of {verdict.oom_op}, at {short_source(verdict.oom_source)}.")]
+    return [Text(f"The refused tensor is {tensor} of {verdict.oom_op}, at {short_source(verdict.oom_source)}.")]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
-    """Return the most important findings, a line each, and the largest tensors where these do not explain the run."""
+    """Return the causes, a line each, and the largest tensors where these do not explain the run."""
+    causes = _list_causes(document)
+    if causes:
+        is_explained = causes[0].is_decisive or document.verdict.fits is not False
+        largest = () if is_explained else _describe_largest_category(document, causes[0])
+        return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
+    lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
+    notes = [finding for finding in document.findings if finding.severity is Severity.NOTE][:1]
+    return [make_section("Largest at the peak", *lines, *map(_render_title, notes), below=1)]
+
+
+def _list_causes(document: Report) -> list[Finding]:
+    """Return the most important findings without notes, and without those that the verdict tells."""
     at_verdict = find_certain_errors(document)
-    findings = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
-    shown = [finding for finding in findings if finding.severity is not Severity.NOTE][:MAX_CAUSES]
-    if shown:
-        is_explained = shown[0].is_decisive or document.verdict.fits is not False
-        largest = () if is_explained else _describe_largest_category(document, shown[0])
-        return [make_section("Why", *largest, *map(_render_title, shown), below=1)]
-    largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
-    lines = [*(Text("- ").append(line) for line in largest), *map(_render_title, findings[:1])]
-    return [make_section("Largest at the peak", *lines, below=1)]
+    others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
+    return [finding for finding in others if finding.severity is not Severity.NOTE][:MAX_CAUSES]
 
 
 def _render_title(finding: Finding) -> Text:
@@ -85,7 +93,7 @@ def _render_title(finding: Finding) -> Text:
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
     """Yield a line on the category with most of the peak and its largest tensors, unless `finding` explains half."""
-    category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1])
+    category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1], default=("", 0))
     if (finding.num_bytes or 0) < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
@@ -105,8 +113,10 @@ def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -
 
 def _render_actions(document: Report) -> list[RenderableType]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
-    lines: list[RenderableType] = [Text(f"- {fix}", style="green") for fix in _list_line_fixes(document.findings)]
-    is_solved = lines and document.findings[0].is_decisive  # the run fits with that change alone
+    fixes = _list_line_fixes([*find_certain_errors(document), *_list_causes(document)])
+    lines: list[RenderableType] = [Text(f"- {fix}", style="green") for fix in fixes]
+    decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
+    is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
     if not (is_solved or document.ladder):
         suggestions = {s.text: s for finding in document.findings for s in finding.suggestions}.values()
         # Those that do not fit are of use only where none does: together with others they may.
@@ -120,25 +130,24 @@ def _render_actions(document: Report) -> list[RenderableType]:
 
 
 def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the fixes of the shown findings that name a line: `LINE: what to change there`."""
-    for finding in [finding for finding in findings if finding.severity is not Severity.NOTE][:MAX_CAUSES]:
-        for evidence in finding.evidence:
-            marker, _, fix = evidence.text.partition(": ")
-            if marker == "fix" and evidence.source:
-                yield f"{short_source(evidence.source)}: {fix}"
-            elif marker.startswith("fix"):
-                yield evidence.text.removeprefix("fix").removeprefix(" at ").removeprefix(": ")
+    """Yield the fixes in the evidence of `findings`, which begin with `fix:` or `fix at LINE:`, as `LINE: fix`."""
+    for evidence in (evidence for finding in findings for evidence in finding.evidence):
+        marker, _, fix = evidence.text.partition(": ")
+        if marker == "fix":
+            yield f"{short_source(evidence.source)}: {fix}" if evidence.source else fix
+        elif marker.startswith("fix at "):
+            yield f"{marker.removeprefix('fix at ')}: {fix}"
 
 
 def _render_tables(document: Report) -> Iterator[RenderableType]:
-    """Yield the tables that an option of the run requested: ranks, GPUs, the largest batch, the ladder."""
+    """Yield the tables that an option of the run requested: ranks, GPUs, varying lengths, the ladder."""
     unit = choose_report_unit(document)
     if document.ranks:
         yield render_ranks(document.ranks, unit, on_cpu=document.on_cpu)
     if document.gpus:
         yield render_gpus(document.gpus, unit)
-    if document.limit is not None:
-        yield render_limit(document.limit, document.device.total_bytes or 0)
+    if document.batches is not None and document.batches.lengths is not None:
+        yield render_batches(document.batches, unit)
     if document.ladder:
         yield render_ladder(document, full=False)
 
@@ -154,9 +163,9 @@ def _render_top_stages(document: Report) -> RenderableType:
     table = make_table(title, ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
     for i in top:
         row = rows[i]
+        name, fit = format_stage(row, document.device.usable_bytes, unit, is_peak=i == peak_index)
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
-        fit = [format_stage_fit(row, document.device.usable_bytes, unit)] * shows_fit
-        table.add_row(format_stage_name(row, unit, is_peak=i == peak_index), *sizes, *fit)
+        table.add_row(name, *sizes, *([fit] * shows_fit))
     omitted = len(rows) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)

@@ -39,7 +39,7 @@ def render_stages(document: Report) -> RenderableType:
     rows = fold_stages(document)
     peak_index = find_peak_row(document, rows)
     for i, row in enumerate(rows):
-        name, verdict = format_stage_name(row, unit, is_peak=i == peak_index), format_stage_fit(row, usable, unit)
+        name, verdict = format_stage(row, usable, unit, is_peak=i == peak_index)
         held_bytes = row.resident_bytes if on_cpu else row.peak_reserved_bytes
         sizes = (held_bytes, *(getattr(row, attribute) for attribute in gpu_columns.values()))
         table.add_row(
@@ -63,19 +63,20 @@ def render_stages(document: Report) -> RenderableType:
     return Group(table, dim(note), *describe_gpu_differences(document))
 
 
-def format_stage_name(row: ShownStage, unit: Unit, *, is_peak: bool) -> Text:
-    """Return the name of a row, with the number of stages and repetitions in it; the run's peak is marked."""
+def format_stage(row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_peak: bool) -> tuple[Text, Text]:
+    """Return the name of a row, and whether it fits `usable_bytes`.
+
+    The name has the number of stages and repetitions in the row, and a mark at the peak of the run.
+    """
+    fit = Text("out of memory", style="red") if row.oom else Text("fits")
+    if usable_bytes is not None and row.peak_allocated_bytes > usable_bytes:
+        fit = Text(f"{unit.format(row.peak_allocated_bytes - usable_bytes)} over", style="red")
     name = Text(row.name)
     if row.num_merged > 1:
         suffix = "each" if row.has_equal_deltas else "on average"
         name.append(f" x{row.num_merged}, {unit.format(row.delta_bytes // row.num_merged)} {suffix}", style="dim")
     if row.num_rounds > 1:
         name.append(f" (x{row.num_rounds})", style="dim")
-    return name.append("  <- peak", style="bold") if is_peak else name
-
-
-def format_stage_fit(row: ShownStage, usable_bytes: int | None, unit: Unit) -> Text:
-    """Return whether a row fits, by how much it does not, or that memory runs out in it."""
-    if usable_bytes is not None and row.peak_allocated_bytes > usable_bytes:
-        return Text(f"{unit.format(row.peak_allocated_bytes - usable_bytes)} over", style="red")
-    return Text("out of memory", style="red") if row.oom else Text("fits")
+    if is_peak:
+        name.append("  <- peak", style="bold red" if fit.style else "bold")
+    return name, fit
