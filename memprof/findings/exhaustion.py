@@ -31,6 +31,7 @@ class Growth:
     """Growth of GPU memory over training steps, and the step in which memory runs out."""
 
     bytes_per_step: int  # Leaked bytes per step, as in the findings.
+    peak_bytes_per_step: int  # Growth of the peak per step: twice that, if the old and the new are live together.
     steps_seen: int  # Number of recorded training steps.
     # Total number of training steps of the program, recorded or inferred from its loops; None: not known.
     program_steps: int | None
@@ -57,11 +58,14 @@ def predict_growth(context: Context) -> Growth | None:
     per_step = sum(leak.group.bytes_each for leak in leaks)
     if per_step < MIN_STEP_BYTES:
         return None
-    runs_out = _predict_failing_step(context, steps, leaks, usable_bytes)
+    peak_per_step = _compute_peak_growth(steps[1:], leaks, per_step)
+    runs_out = _predict_failing_step(context, steps, leaks, peak_per_step)
     program = ledger.trace.facts.program
     ran_to_end = program is None or program.ended == "exit"
     planned = steps[-1].step if program is None or ran_to_end else program.planned_steps
-    return Growth(per_step, len(steps), planned, runs_out if runs_out is None or runs_out <= MAX_STEPS else None)
+    if runs_out is not None and runs_out > MAX_STEPS:
+        runs_out = None
+    return Growth(per_step, peak_per_step, len(steps), planned, runs_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +104,27 @@ def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Fo
     return forecasts
 
 
+def _compute_peak_growth(later: Sequence[TrainingStep], leaks: Sequence[_Forecast], per_step: int) -> int:
+    """Return the bytes by which the peak grows per step, of steps after the first that leak `per_step` bytes each."""
+    if not any(leak.group.is_recreated for leak in leaks):
+        return per_step
+    # The old and the new are live together, perhaps at the peak.
+    rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
+    return min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
+
+
 def _predict_failing_step(
-    context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], usable_bytes: int
+    context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], growth_per_step: int
 ) -> int | None:
-    """Return the step with the first failed allocation on a GPU with `usable_bytes`; None if no allocation fails."""
+    """Return the step with the first failed allocation if the peak grows by `growth_per_step` bytes; None: none does."""
     last_seen_step = steps[-1].step
+    usable_bytes = context.usable_bytes or 0
     per_step = sum(leak.group.bytes_each for leak in leaks)
     allocated = context.ledger.allocated
     later = steps[1:]
     # The peak of each step, plus the bytes that the steps after it leak.
     peak_needs = [max(allocated[s.begin : s.end]) + per_step * (len(later) - i) for i, s in enumerate(later, 1)]
     worst_index = max(range(len(later)), key=peak_needs.__getitem__)
-    growth_per_step = per_step
-    if any(leak.group.is_recreated for leak in leaks):  # the old and the new are live together, perhaps at the peak
-        rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
-        growth_per_step = min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
     last_candidate = last_seen_step + 1 + max(usable_bytes - peak_needs[worst_index], 0) // growth_per_step
     last_steps = [leak.last_step for leak in leaks]
     if None not in last_steps:

@@ -6,14 +6,14 @@ the run would have left then. What they would save is computed here, and what sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from memprof.allocator import AllocatorConfig, compute_memory_needs, replay_in_host_memory
 from memprof.findings.evidence import is_applicable
 from memprof.findings.finding import Context, Suggestion, cache_per_context
-from memprof.fixes.catalog import FIXES
+from memprof.fixes.catalog import FIXES, Fix, find_conflict
 from memprof.ledger.what_if import compute_allocated_peak, resize
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -74,21 +74,64 @@ class _Candidate(NamedTuple):
 
 
 def suggest(context: Context) -> tuple[Suggestion, ...]:
-    """Return the best suggestions: those with which the run fits, the least costly first, then the most bytes."""
+    """Return the best suggestions: those with which the run fits, the least costly first, then the most bytes.
+
+    Where none of them makes the run fit, their combination is the first.
+    """
 
     def rank(rule: ProposalRule, fits: bool | None, required_bytes: int) -> tuple[int, int]:
         return (0, rule.order) if fits else (1, required_bytes)
 
     candidates = sorted(_list_candidates(context), key=lambda one: rank(one.rule, one.fits, one.required_bytes))
     found = _evaluate_first(context, candidates)
-    found.sort(key=lambda pair: rank(pair[0], pair[1].fits, pair[1].required_bytes))
-    return tuple(suggestion for _, suggestion in found)
+    found.sort(key=lambda pair: rank(pair[0].rule, pair[1].fits, pair[1].required_bytes))
+    suggestions = tuple(suggestion for _, suggestion in found)
+    if any(suggestion.fits is not False for suggestion in suggestions):
+        return suggestions
+    return (*_combine(context, found), *suggestions)
 
 
 def suggest_against(context: Context, finding: str) -> tuple[Suggestion, ...]:
     """Return the suggestions of the rules registered for the id `finding`, the least costly first."""
     found = _evaluate_first(context, (one for one in _list_candidates(context) if finding in one.rule.findings))
     return tuple(suggestion for _, suggestion in found)
+
+
+def _combine(context: Context, found: Sequence[tuple[_Candidate, Suggestion]]) -> Iterator[Suggestion]:
+    """Yield the suggestion to make the first changes of `found` together, as many as it takes for the run to fit.
+
+    Changes that conflict with one before them, that save nothing beside them, or whose effect together with them no
+    replay can show, are left out.
+    """
+    combined = Proposal(context.ledger.trace)
+    best: Suggestion | None = None
+    names, fixes = list[str](), list[Fix]()
+    for (rule, proposal, *_), alone in found:
+        merged = _merge(context.ledger.trace, combined, proposal)
+        if merged is None or (rule.fix is not None and any(find_conflict(fix, rule.fix) for fix in fixes)):
+            continue
+        tried = [*names, alone.fix or proposal.change]
+        text = f"{', '.join(tried[:-1])} and {tried[-1]} together"
+        together = _evaluate(context, merged._replace(change=text), None) if names else alone
+        if together is None or (best is not None and together.required_bytes >= best.required_bytes):
+            continue
+        combined, best, names = merged, together, tried
+        fixes += [] if rule.fix is None else [FIXES[rule.fix]]
+        if best.fits:
+            break
+    if best is not None and len(names) > 1:
+        yield best
+
+
+def _merge(original: Trace, first: Proposal, second: Proposal) -> Proposal | None:
+    """Return the proposal to make two changes of `original`: each storage has the smaller of its sizes. Returns None
+    if both changes move events."""
+    moved = [proposal.trace for proposal in (first, second) if proposal.trace.events is not original.events]
+    if len(moved) > 1:
+        return None
+    pairs = zip(first.trace.storages, second.trace.storages, strict=True)
+    sizes = {i: min(a.num_bytes, b.num_bytes) for i, (a, b) in enumerate(pairs) if a.num_bytes != b.num_bytes}
+    return Proposal(resize(moved[0] if moved else original, sizes), config=second.config or first.config)
 
 
 def list_fix_names(suggestions: tuple[Suggestion, ...]) -> tuple[str, ...]:
@@ -129,15 +172,24 @@ def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool
     return saved_bytes >= MIN_SHARE * run.required_reserved_bytes or bool(fits and not run.fits and saved_bytes > 0)
 
 
-def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[ProposalRule, Suggestion]]:
-    """Return the rules and suggestions of the first MAX_SUGGESTIONS candidates that save enough by a replay."""
-    pairs = ((candidate.rule, _evaluate(context, candidate)) for candidate in candidates)
-    return list(islice(((rule, one) for rule, one in pairs if one is not None), MAX_SUGGESTIONS))
+def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:
+    """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions."""
+    pairs = ((one, _evaluate(context, one.proposal, _name_fix(one))) for one in candidates)
+    return list(islice(((one, found) for one, found in pairs if found is not None), MAX_SUGGESTIONS))
 
 
-def _evaluate(context: Context, candidate: _Candidate) -> Suggestion | None:
-    """Return the suggestion of a candidate, with its effect by a replay; None if it saves too little."""
-    run, (rule, proposal) = context.ledger.run, candidate[:2]
+def _name_fix(candidate: _Candidate) -> str | None:
+    """Return the fix that makes a candidate's change, NAME or NAME=VALUE; None if the program's code has to."""
+    fix, value = candidate.rule.fix, candidate.proposal.value
+    return None if candidate.proposal.change else fix if value is None else f"{fix}={value}"
+
+
+def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggestion | None:
+    """Return the suggestion of a proposal, with its effect by a replay; None if it saves too little.
+
+    The texts have the CUDA context in what a run needs, as its verdict has.
+    """
+    run = context.ledger.run
     trace = resize(proposal.trace, dict.fromkeys(run.refused, 0))
     if run.rounds:
         needs = compute_memory_needs(trace, run.gpu, proposal.config or run.config, run.release)
@@ -146,11 +198,11 @@ def _evaluate(context: Context, candidate: _Candidate) -> Suggestion | None:
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None
     if not _is_enough(context, required, fits):
         return None
-    before = run.required_reserved_bytes
-    fix = rule.fix if proposal.value is None else f"{rule.fix}={proposal.value}"
-    text = f"{proposal.change or fix}: needs {format_bytes(required)} instead of {format_bytes(before)}"
+    before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
+    sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
+    text = f"{proposal.change or fix}: needs {sizes_text}"
     if trace.ended_out_of_memory:
-        text += " until this allocation, which " + ("is then served" if fits else "still fails")
+        text += " up to this point, and " + ("gets past it" if fits else "still fails here")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
-    return Suggestion(text, None if proposal.change else fix, required, fits, before - required)
+    return Suggestion(text, fix, required, fits, before - required)

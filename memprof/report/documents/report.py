@@ -96,6 +96,7 @@ class Verdict:
     growth: Growth | None = None
     # Peak of host memory beyond `--host-memory`; 0 if the option is not set.
     host_over_bytes: int = 0
+    oom_callers: tuple[str, ...] = ()  # Lines of the program that led to `oom_source`, innermost first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,4 +338,5 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
         first_caught=caught_errors[0] if caught_errors else None,
         growth=growth,
         host_over_bytes=host_over_bytes,
+        oom_callers=tuple(trace.sources[one.source] for one in trace.list_callers(oom.storage)) if oom else (),
     )

@@ -60,7 +60,8 @@ def _render_refused(document: Report) -> list[RenderableType]:
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
     tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
-    return [Text(f"The refused tensor is {tensor} of {verdict.oom_op}, at {short_source(verdict.oom_source)}.")]
+    lines = ", called at ".join(map(short_source, (verdict.oom_source, *verdict.oom_callers)))
+    return [Text(f"The refused tensor is {tensor} of {verdict.oom_op}, at {lines}.")]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
@@ -159,7 +160,7 @@ def _render_top_stages(document: Report) -> RenderableType:
     top = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
     step = choose_full_step(document)
-    title = f"stage (step {step}), {unit.name}" if step else f"stage, {unit.name}"
+    title = f"stage (step {step}), {unit.name} of tensors" if step else f"stage, {unit.name} of tensors"
     table = make_table(title, ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
     for i in top:
         row = rows[i]

@@ -146,12 +146,20 @@ def _fold_rounds(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
         is_step_range = first.is_step and len(rows) > 1
-        first_numbers, last_numbers = (re.findall(r"\d+", row.name) if is_step_range else [] for row in (first, last))
-        name = f"steps {first_numbers[0]}-{last_numbers[-1]} (total)" if is_step_range else first.name
+        name = f"steps {_format_numbers(rows, are_successive=is_single_row)} (total)" if is_step_range else first.name
         round_changes = {"delta_bytes": last.delta_bytes, "num_rounds": sum(row.num_rounds for row in rows)}
         yield _merge_stages(
             rows, name=name, **({"num_merged": sum(row.num_merged for row in rows)} if is_single_row else round_changes)
         )
+
+
+def _format_numbers(rows: Sequence[ShownStage], *, are_successive: bool) -> str:
+    """Return the numbers of the steps in `rows`: `4-7` if they are successive, else `4, 7, 10` or `4, 7 ... 31`."""
+    numbers = [re.findall(r"\d+", row.name) for row in rows]
+    if are_successive or any(len(members) > 1 for members in numbers):
+        return f"{numbers[0][0]}-{numbers[-1][-1]}"
+    firsts = [members[0] for members in numbers]
+    return ", ".join(firsts) if len(firsts) < 4 else f"{firsts[0]}, {firsts[1]} ... {firsts[-1]}"
 
 
 def _fold_layers(rows: list[Stage]) -> Iterator[ShownStage]:

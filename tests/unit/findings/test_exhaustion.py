@@ -29,20 +29,20 @@ def stopped(b: TraceBuilder, ended: str = "steps") -> TraceBuilder:
 
 def test_it_runs_out_in_the_step_that_was_worked_out() -> None:
     growth = predict_growth(stopped(kept(4)).context(100 * MIB))
-    assert growth == Growth(MIB, 4, None, FULL_AT)
+    assert growth == Growth(MIB, MIB, 4, None, FULL_AT)
     assert growth.runs_out
 
 
 def test_a_program_that_came_to_its_end_fits() -> None:
     growth = predict_growth(stopped(kept(4), "exit").context(100 * MIB))
-    assert growth == Growth(MIB, 4, 4, FULL_AT) and not growth.runs_out
+    assert growth == Growth(MIB, MIB, 4, 4, FULL_AT) and not growth.runs_out
     of_ones_own = predict_growth(kept(4).context(100 * MIB))  # in a `with memprof.virtual_gpu()`
     assert of_ones_own is not None and not of_ones_own.runs_out
 
 
 @pytest.mark.parametrize(("program_steps", "runs_out"), [(98, False), (99, True), (None, True)])
 def test_the_step_itself_counts(program_steps: int | None, runs_out: bool) -> None:
-    assert Growth(MIB, 4, program_steps, FULL_AT).runs_out is runs_out
+    assert Growth(MIB, MIB, 4, program_steps, FULL_AT).runs_out is runs_out
 
 
 def test_the_finding_is_an_error_where_memory_runs_out_and_names_the_step() -> None:
@@ -101,7 +101,7 @@ def test_copies_made_anew_are_growth_where_there_are_always_so_many_more() -> No
 
     steps(b, 6, each)
     growth = predict_growth(stopped(b).context(1000 * MIB))
-    assert growth is not None and growth.bytes_per_step == MIB
+    assert growth is not None and growth.bytes_per_step == MIB and growth.peak_bytes_per_step == 2 * MIB
     # In step n there are n - 1 old ones, n new ones and the activation.
     assert growth.runs_out_step is not None and abs(growth.runs_out_step - 500) <= 5
 

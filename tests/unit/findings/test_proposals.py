@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "state of more than the GPU can ever hold": (
         programs.wide_layers,
         5,
-        ["cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
+        ["cpu-offload-optimizer and bfloat16", "cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
         {"bfloat16": partial(programs.wide_layers, dtype="bfloat16")},
     ),
     "a table": (

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import memprof.findings.proposals
+from memprof.allocator import GpuMemory, replay_on_gpu
 from memprof.findings import Context, Suggestion, rules
 from memprof.findings.suggestions import PROPOSAL_RULES, Proposal, proposes, suggest, suggest_against
+from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import resize
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind
@@ -150,8 +152,50 @@ def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
     b = two_tensors()
     b.trace.ended_out_of_memory = True
     first, second = suggest(b.context(700 * MIB))
-    assert first.text.endswith("400.00 MiB instead of 1,000.00 MiB until this allocation, which is then served")
-    assert second.text.endswith("900.00 MiB instead of 1,000.00 MiB until this allocation, which still fails")
+    assert first.text.endswith("400.00 MiB instead of 1,000.00 MiB up to this point, and gets past it")
+    assert second.text.endswith("900.00 MiB instead of 1,000.00 MiB up to this point, and still fails here")
+
+
+def test_where_none_makes_the_run_fit_their_combination_is_first(alone: None) -> None:
+    shrink(1, 0, 300 * MIB)
+    shrink(2, 1, 200 * MIB)
+    shrink(3, 1, 100 * MIB)
+    together, *others = suggest(two_tensors(400, 400).context(450 * MIB))
+    assert texts(tuple(others)) == ["number 3", "number 2", "number 1"]
+    # Number 2 saves nothing beside number 3, which makes the same tensor smaller.
+    assert together.text == "number 3 and number 1 together: needs 400.00 MiB instead of 800.00 MiB, and fits"
+    assert (together.fits, together.num_bytes, together.fix) == (True, 400 * MIB, None)
+
+
+def test_a_combination_is_told_where_it_does_not_fit_either(alone: None) -> None:
+    for order in (1, 2):
+        shrink(order, order - 1, 200 * MIB)
+    together = suggest(two_tensors(300, 300).context(350 * MIB))[0]
+    assert together.text.startswith("number 1 and number 2 together: needs 400.00 MiB") and together.fits is False
+
+
+def test_no_more_changes_are_combined_than_it_takes(alone: None) -> None:
+    b = TraceBuilder()
+    for order in (1, 2, 3):
+        b.alloc(300 * MIB)
+        shrink(order, order - 1, 200 * MIB)
+    together = suggest(b.context(700 * MIB))[0]
+    assert texts((together,)) == ["number 1 and number 2 together"] and together.required_bytes == 700 * MIB
+
+
+def test_fixes_that_conflict_are_not_combined(alone: None) -> None:
+    shrink(1, 0, 300 * MIB, fix="4-bit-weights")
+    shrink(2, 1, 100 * MIB, fix="8-bit-weights")
+    assert texts(suggest(two_tensors(400, 400).context(450 * MIB))) == ["8-bit-weights", "4-bit-weights"]
+
+
+def test_the_context_is_in_what_a_run_needs(alone: None) -> None:
+    shrink(1, 0, 300 * MIB)
+    b = two_tensors(400, 200)
+    gpu = GpuMemory(total_bytes=800 * MIB, context_bytes=250 * MIB)
+    (found,) = suggest(Context(build_ledger(b.trace, replay_on_gpu(b.trace, gpu)), gpu.usable_bytes))
+    assert found.text == "number 1: needs 750.00 MiB instead of 850.00 MiB, and fits"
+    assert found.required_bytes == 500 * MIB
 
 
 def test_a_finding_shows_its_own(alone: None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
@@ -134,6 +136,20 @@ def test_passes_between_optimizers_are_no_micro_batches() -> None:
     b.free(b.new(8 * MIB))
     names = [name for name, *_ in shown(b)]
     assert names[0] == "pass 1" and names[-2:] == ["optimizer step", "pass 3"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "numbers"), [(3, ("1, 4, 7", "2, 5, 8", "3, 6, 9")), (4, ("1, 4 ... 10", "2, 5 ... 11", "3, 6 ... 12"))]
+)
+def test_steps_that_take_turns_are_named_by_their_numbers(rounds: int, numbers: tuple[str, ...]) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 64 * MIB)
+    for step in range(1, 3 * rounds + 1):
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(b.new((8, 16, 32)[step % 3] * MIB))
+    b.phase(PhaseKind.FORWARD, 3 * rounds + 1)
+    b.free(b.new(100 * MIB))
+    assert shown(b)[:3] == [(f"steps {text} (total)", 1, rounds) for text in numbers]
 
 
 def test_batches_within_epochs() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.report import Report
@@ -47,6 +48,22 @@ def test_what_the_gpu_must_have_includes_the_context() -> None:
     assert document.peak.device_used_bytes == document.verdict.required_bytes == (20 + 426) * MIB
     assert (document.stages[0].name, document.stages[0].device_used_bytes) == ("context", 426 * MIB)
     assert said(document, 8 * GIB, None).startswith("Fits: needs 446.00 MiB with the CUDA context, 7.56 GiB to spare")
+
+
+@pytest.mark.parametrize(
+    ("growth", "text"),
+    [
+        (Growth(8 * MIB, 8 * MIB, 5, 5, None), "It grows by 8.00 MiB a step; the script ends after step 5."),
+        (Growth(8 * MIB, 16 * MIB, 5, None, None), "It grows by 8.00 MiB a step (its peak by 16.00 MiB)."),
+        (
+            Growth(8 * MIB, 8 * MIB, 5, 90, 1500),
+            "It grows by 8.00 MiB a step, and fits until about step 1,500; the script ends after about step 90.",
+        ),
+    ],
+)
+def test_a_run_that_grows(document: Report, growth: Growth, text: str) -> None:
+    document = dataclasses.replace(document, verdict=dataclasses.replace(document.verdict, growth=growth))
+    assert said(document, 8 * GIB, None).endswith(f" to spare. {text}")
 
 
 def test_without_nccl(document: Report) -> None:
