@@ -116,7 +116,7 @@ def _compute_peak_growth(later: Sequence[TrainingStep], leaks: Sequence[_Forecas
 def _predict_failing_step(
     context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Forecast], growth_per_step: int
 ) -> int | None:
-    """Return the step with the first failed allocation if the peak grows by `growth_per_step` bytes; None: none does."""
+    """Return the first step with a failed allocation if the peak grows by `growth_per_step` bytes; None: none fails."""
     last_seen_step = steps[-1].step
     usable_bytes = context.usable_bytes or 0
     per_step = sum(leak.group.bytes_each for leak in leaks)

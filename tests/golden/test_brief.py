@@ -66,6 +66,14 @@ def test_notes_do_not_crowd_out_warnings() -> None:
     assert [f"title of {name}" in text for name in names] == [True] * MAX_CAUSES + [False]
 
 
+def test_where_a_cause_decides_nothing_else_is_a_reason() -> None:
+    cause = finding("idle-memory", Severity.WARNING, is_decisive=True)
+    other = finding("logits-explosion", Severity.WARNING)
+    text = with_findings(document(2048 * MIB), cause, other)
+    assert "- cause: title of idle-memory\n" in text and "title of logits-explosion" not in text
+    assert "- warning: title of logits-explosion\n" in with_findings(document(2048 * MIB), other)
+
+
 def test_the_fix_of_a_line_is_what_to_do_first() -> None:
     evidence = (Evidence("fix: `del out` after the last use", source="/src/train.py:12 main"),)
     cause = finding("idle-memory", Severity.WARNING, evidence=evidence, is_decisive=True)

@@ -77,15 +77,20 @@ def _render_causes(document: Report) -> list[RenderableType]:
 
 
 def _list_causes(document: Report) -> list[Finding]:
-    """Return the most important findings without notes, and without those that the verdict tells."""
+    """Return the decisive findings, or else the most important ones that the verdict does not tell, without notes."""
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
-    return [finding for finding in others if finding.severity is not Severity.NOTE][:MAX_CAUSES]
+    decisive = [finding for finding in others if finding.is_decisive]
+    return (decisive or [finding for finding in others if finding.severity is not Severity.NOTE])[:MAX_CAUSES]
 
 
 def _render_title(finding: Finding) -> Text:
-    """Return a finding's severity and title; of an error that ended the run, also its message."""
-    title = Text("- ").append(f"{finding.severity.value}: ", style=SEVERITY_STYLE[finding.severity])
+    """Return a finding's title, and whether it is the cause or how severe it is; of an error that ended the run, also its
+    message."""
+    label, style = finding.severity.value, SEVERITY_STYLE[finding.severity]
+    if finding.is_decisive:
+        label, style = "cause", SEVERITY_STYLE[Severity.ERROR]
+    title = Text("- ").append(f"{label}: ", style=style)
     title.append(finding.title)
     if finding.id == "run-failed" and finding.evidence:
         title.append(f"\n  {finding.evidence[0].text}")
