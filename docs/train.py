@@ -10,7 +10,7 @@ model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.TransformerEncoder(layer, 6
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 predictions, labels = [], []
 
-for step in range(1000):
+for _ in range(1000):
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), device="cuda")
     logits = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -85,8 +85,7 @@ def _list_causes(document: Report) -> list[Finding]:
 
 
 def _render_title(finding: Finding) -> Text:
-    """Return a finding's title, and whether it is the cause or how severe it is; of an error that ended the run, also its
-    message."""
+    """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
     label, style = finding.severity.value, SEVERITY_STYLE[finding.severity]
     if finding.is_decisive:
         label, style = "cause", SEVERITY_STYLE[Severity.ERROR]
