@@ -23,7 +23,7 @@ def main() -> None:
         quiet = io.StringIO()
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
             run(["profile", *MODEL, "--json", "--save", str(file)])
-        run(["analyze", str(file), "--top", "6", "--replay", "--alloc-conf", "expandable_segments:True"])
+        run(["analyze", "--full", str(file), "--top", "6", "--replay", "--alloc-conf", "expandable_segments:True"])
 
 
 if __name__ == "__main__":

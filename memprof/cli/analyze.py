@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import ExitCode
-from memprof.cli.options import ReadingOptions, reuse_option
+from memprof.cli.options import OUTPUT_PANEL, ReadingOptions, reuse_option
 from memprof.cli.output import PageOptions, TableOptions, print_result
 from memprof.cli.progress import show_progress
+from memprof.spec import option
 
 EXAMPLES = """
 memprof analyze snapshot.pickle
@@ -34,6 +35,7 @@ class GroupKey(enum.StrEnum):
 class AnalyzeOptions(TableOptions, PageOptions):
     """Options of `memprof analyze`: the rows and the GPU to show, and allocator settings."""
 
+    full: bool = option(False, OUTPUT_PANEL, "Print the whole analysis: blocks, segments and all leaks.")
     top: int = reuse_option("top")
     shown_gpu: int | None = reuse_option("shown_gpu", unset="all of them")
     alloc_conf: str | None = reuse_option(
@@ -69,5 +71,5 @@ def analyze(
         from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, analysis_request, request.shown_gpu, progress)
-    print_result(document, request, "analysis", replay=replay, file=file)
+    print_result(document, request, "analysis" if request.full else "analysis_brief", replay=replay, file=file)
     raise typer.Exit(ExitCode.DOES_NOT_FIT if document.ran_out else ExitCode.DONE)

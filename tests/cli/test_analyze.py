@@ -34,7 +34,7 @@ def refused(tmp_path):
 
 
 def test_text(memprof, snapshot):
-    result = memprof("analyze", snapshot)
+    result = memprof("analyze", snapshot, "--full")
     assert result.exit_code == 0
     for part in ("At the peak", "180.00 MiB", "me/train.py:50 train", "3.00 MiB per step", "Fragmentation"):
         assert part in result.stdout
@@ -104,7 +104,7 @@ def test_state_only(memprof, tmp_path):
     """What torch.cuda.memory_snapshot() returns: a list of segments."""
     file = tmp_path / "state.pickle"
     file.write_bytes(pickle.dumps(convert_snapshot(training().snapshot())["segments"]))
-    result = memprof("analyze", file)
+    result = memprof("analyze", file, "--full")
     assert result.exit_code == 0
     assert "No events were recorded" in result.stdout and "90.00 MiB" in result.stdout
     assert_refused(memprof("analyze", file, "--at", "oom"), "no out-of-memory error")

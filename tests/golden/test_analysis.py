@@ -4,12 +4,14 @@
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
 from memprof.allocator import parse_config
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import AnalysisRequest, RecordingOrigin, build_analysis
+from memprof.report.terminal import analysis_brief
 from memprof.report.terminal.analysis import render
 from memprof.report.terminal.console import to_text
 from memprof.snapshots.recording import build_recordings
@@ -31,6 +33,12 @@ def document(**question) -> Analysis:
 def test_text():
     text = to_text(render(document(what_if=parse_config("expandable_segments:True")), replay=True), 100)
     check("analysis.txt", text)
+
+
+def test_first_screen():
+    text = to_text(analysis_brief.render(document(), file=Path("training.pickle")), 100)
+    assert len(text.splitlines()) <= 40
+    check("analysis_brief.txt", text)
 
 
 def test_json():

@@ -1,9 +1,9 @@
-"""The result of `memprof analyze` as text for a terminal."""
+"""The whole result of `memprof analyze` as text for a terminal."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,40 +45,57 @@ _MODULE_WIDTH = 28  # Maximum columns of a module path beside a source line.
 def render(
     document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None
 ) -> RenderableType:
-    """Return an analysis for a terminal; `replay` adds how many recorded addresses the simulated allocator reproduces.
+    """Return the whole analysis for a terminal; `replay` adds how many recorded addresses the simulated allocator
+    reproduces.
 
-    `file` (the analyzed file) adds the command to try next; `quiet` leaves only the peak of each device.
+    `file` (the analyzed file) adds the command to try next; `quiet` leaves only the answer for each device.
     """
     if quiet:
-        return Group(*map(_render_verdict, document.devices))
-    title = make_heading("memprof analyze: ", f"{document.file}, a {document.format}")
-    if document.settings:
-        title.append(f" ({document.settings})", style="dim")
-    parts: list[RenderableType] = [title]
+        return Group(*(answer for device in document.devices for answer in render_answer(device)))
+    parts: list[RenderableType] = [render_title(document)]
     has_several = len(document.devices) > 1
     parts += [_render_device(device, replay=replay, has_several=has_several) for device in document.devices]
     parts += [dim(f"Note: {sentence}") for sentence in document.assumptions]
     return Group(*parts, *([] if file is None else render_next_step(choose_step_after_analyze(document, file))))
 
 
-def _render_verdict(device: DeviceReport) -> RenderableType:
+def render_title(document: Analysis) -> Text:
+    """Return the name and the kind of the file, with its allocator settings."""
+    title = make_heading("memprof analyze: ", f"{document.file}, a {document.format}")
+    if document.settings:
+        title.append(f" ({document.settings})", style="dim")
+    return title
+
+
+def render_answer(device: DeviceReport) -> Iterator[Text]:
+    """Yield the answer for one device: its peak, where it ran out of memory, and the largest growth."""
     held = device.end if device.state_only else device.peak
-    oom_text = f"; ran out of memory {len(device.ooms)} times" if len(device.ooms) > 1 else "; ran out of memory"
-    return Text(
-        f"device {device.device}: {format_bytes(held.allocated_bytes)} allocated, {format_bytes(held.reserved_bytes)} "
-        f"reserved {'at the end' if device.state_only else 'at the peak'}{oom_text if device.ooms else ''}"
+    sizes = f"{format_bytes(held.allocated_bytes)} allocated, {format_bytes(held.reserved_bytes)} reserved"
+    when = "when the snapshot was taken" if device.state_only else _format_moment(device, held)
+    yield Text(f"Device {device.device}: ", style="bold").append(
+        f"{'' if device.state_only else 'peak of '}{sizes} ({when}).", style="default"
     )
+    for oom in device.ooms[:1]:
+        times = f" {len(device.ooms)} times, first" if len(device.ooms) > 1 else ""
+        yield Text(f"Ran out of memory{times} ", style="bold red").append(
+            f"at event {oom.event:,}{f', in {format_source(oom.source)}' if ':' in oom.source else ''}.",
+            style="default",
+        )
+    for leak in device.leaks[:1]:
+        growth = f"by {format_bytes(leak.per_step_bytes)} a step, allocated in {format_source(leak.source)}"
+        others = f", and {len(device.leaks) - 1} more" if len(device.leaks) > 1 else ""
+        yield Text("Memory grows ", style="bold yellow").append(f"{growth}{others}.", style="default")
 
 
 def _render_device(device: DeviceReport, *, replay: bool, has_several: bool) -> RenderableType:
     parts: list[RenderableType] = [Text(f"\nDevice {device.device}", style="bold underline")] if has_several else []
     parts.append(_render_summary(device))
     if len(device.timeline.events) > 1:
-        parts.append(_MemoryCurves(device))
+        parts.append(MemoryCurves(device))
     for oom in device.ooms:
         title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
-        parts += [title.append(f" in {format_source(oom.source)}", style="default"), _render_bullets(oom.reasons)]
-    parts.append(_render_live_memory(device))
+        parts += [title.append(f" in {format_source(oom.source)}", style="default"), render_bullets(oom.reasons)]
+    parts.append(render_live_memory(device))
     if device.moment.blocks:
         parts.append(_render_blocks(device))
     parts.append(_render_fragmentation(device))
@@ -86,15 +103,16 @@ def _render_device(device: DeviceReport, *, replay: bool, has_several: bool) -> 
         parts.append(_render_leaks(device))
     if (missing := device.missing_frames).reasons:
         note = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
-        parts += [make_heading("\nFrames missing", note if missing.count else ""), _render_bullets(missing.reasons)]
+        parts += [make_heading("\nFrames missing", note if missing.count else ""), render_bullets(missing.reasons)]
     if replay:
-        parts.append(_render_replay(device.replay))
+        parts.append(render_replay(device.replay))
     if device.what_if is not None:
-        parts.append(_render_what_if(device.what_if))
+        parts.append(render_what_if(device.what_if))
     return Group(*parts)
 
 
-def _format_event(device: DeviceReport, event: int) -> str:
+def format_event(device: DeviceReport, event: int) -> str:
+    """Return the number of an event, or what stands for it where there is none."""
     if device.state_only:
         return "now"
     if event < 0:
@@ -103,7 +121,7 @@ def _format_event(device: DeviceReport, event: int) -> str:
 
 
 def _format_moment(device: DeviceReport, amounts: AllocatorBytes) -> str:
-    where = _format_event(device, amounts.event)
+    where = format_event(device, amounts.event)
     return f"{where}, in {amounts.stage}" if amounts.stage else where
 
 
@@ -115,7 +133,7 @@ def _render_summary(device: DeviceReport) -> RenderableType:
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
         table.add_row(name, *map(format_bytes, cells), _format_moment(device, amounts), style=style)
     if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
-        where = _format_event(device, device.peak_reserved_event)
+        where = format_event(device, device.peak_reserved_event)
         table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
     if device.state_only:
         return Group(table, dim("No events were recorded: this is the state when the snapshot was taken."))
@@ -128,7 +146,7 @@ def _render_summary(device: DeviceReport) -> RenderableType:
 
 
 @dataclass(frozen=True)
-class _MemoryCurves:
+class MemoryCurves:
     """Curves of allocated and reserved bytes over the recording, as wide as the console."""
 
     device: DeviceReport
@@ -159,7 +177,8 @@ def _draw_curve(values: tuple[int, ...], columns: int, highest: int) -> str:
     return draw_curve((max(values[begin : max(end, begin + 1)]) for begin, end in pairwise(begins)), highest)
 
 
-def _render_live_memory(device: DeviceReport) -> RenderableType:
+def render_live_memory(device: DeviceReport) -> RenderableType:
+    """Return a table of the blocks that are live at the requested moment, by what allocated them."""
     moment = device.moment
     amounts = moment.amounts
     name = "When the snapshot was taken" if device.state_only else _TITLES[moment.what]
@@ -243,10 +262,10 @@ def _render_segments(row: FragmentationRow, suffix: str) -> RenderableType:
     lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in most_common]
     num_hidden = row.nearly_empty_segments - sum(count for _, count in most_common)
     lines += [f"and {num_hidden:,} more"] if num_hidden else []
-    return Group(Text(f"  Nearly empty segments{suffix}, and what keeps them:"), _render_bullets(lines, indent=4))
+    return Group(Text(f"  Nearly empty segments{suffix}, and what keeps them:"), render_bullets(lines, indent=4))
 
 
-def _render_bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
+def render_bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
     """Return sentences as a bulleted list, indented by `indent` columns."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
@@ -279,7 +298,8 @@ def _render_leaks(device: DeviceReport) -> RenderableType:
     return Group(title, *map(Text, lines))
 
 
-def _render_replay(replay: ReplayRow) -> RenderableType:
+def render_replay(replay: ReplayRow) -> RenderableType:
+    """Return how many recorded addresses the simulated allocator reproduces, and the first that differs."""
     layout = "identical" if replay.final_layout_identical else "different"
     identical = f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical"
     title = make_heading("\nReplay: ", f"{identical}, final layout {layout}")
@@ -290,7 +310,8 @@ def _render_replay(replay: ReplayRow) -> RenderableType:
     return Group(title, Text(f"  first difference at event {difference.event:,}: {difference.problem}; {reason}"))
 
 
-def _render_what_if(result: WhatIf) -> RenderableType:
+def render_what_if(result: WhatIf) -> RenderableType:
+    """Return what the recorded requests reserve with other allocator settings."""
     optional = ("segments", "reserved at the end")
     table = make_table("~settings", ">peak reserved", ">reserved at the end", ">segments", optional=optional)
     for outcome, note in ((result.before, " (as recorded)"), (result.after, "")):
