@@ -30,20 +30,29 @@ def render_estimate(
     explain: bool = False,
     quiet: bool = False,
 ) -> str:
-    """Return an estimate as text; `explain` adds formulas and assumptions, `quiet` leaves only weights and GPUs."""
-    lines = [*_format_heading(estimate), *_format_methods(estimate), "", *_format_gpus(estimate, gpus)]
-    if quiet:
-        lines = [lines[0], *_format_gpus(estimate, gpus)]
-    else:
+    """Return an estimate as text; `explain` adds bands, formulas and assumptions, `quiet` leaves only the answer."""
+    lines = [*_format_answer(estimate)]
+    if not quiet:
+        lines += [*_format_heading(estimate), *_format_methods(estimate, gpus)]
         lines += ["", *_format_sharded(estimate)] if estimate.sharded else []
         lines += [] if runs is None else ["", *_format_simulated(estimate, runs)]
-        lines += ["", *_format_explanation(estimate)] if explain else []
+        lines += ["", *_format_gpus(estimate, gpus), "", *_format_explanation(estimate)] if explain else []
+        lines += [] if explain else ["More: --explain (bands, counts of GPUs, formulas, assumptions), --exact (a run)"]
     return "".join(f"{piece}\n" for line in lines for piece in _wrap_line(line, output_width()))
 
 
 def _wrap_line(line: str, width: int) -> list[str]:
     text = line.lstrip()
     return [line] if len(line) <= width else wrap_line(text, width, indent=line[: len(line) - len(text)])
+
+
+def _format_answer(estimate: Estimate) -> Iterator[str]:
+    """Yield a sentence with what the model needs for inference, LoRA and full training, of those that are estimated."""
+    uses = {"inference": "inference", "lora": "LoRA", "full": "full training"}
+    cells = {name: estimate.cells.get((key, estimate.dtype)) for key, name in uses.items()}
+    sizes = [f"{gib(cell.device_bytes)} GiB for {name}" for name, cell in cells.items() if cell is not None]
+    if sizes:
+        yield f"{estimate.subject.name} in {estimate.dtype}: about {', '.join(sizes)}."
 
 
 def _format_heading(estimate: Estimate) -> Iterator[str]:
@@ -71,8 +80,9 @@ def _format_cell(cell: Cell | None) -> str:
     return f"{'~' if cell.is_derived else ''}{gib(size)}"
 
 
-def _format_methods(estimate: Estimate) -> Iterator[str]:
+def _format_methods(estimate: Estimate, gpus: Sequence[Gpu]) -> Iterator[str]:
     yield ""
+    column, fit = _judge_methods(estimate, gpus)
     columns = dict.fromkeys((*WEIGHT_DTYPES, estimate.dtype))
     names = [f">{name}*" if name == estimate.dtype else f">{name}" for name in columns]
     rows = []
@@ -80,8 +90,25 @@ def _format_methods(estimate: Estimate) -> Iterator[str]:
         cells = [estimate.cells.get((method.key, name)) for name in columns]
         if any(cells):
             title = next(cell.title for cell in cells if cell is not None)
-            rows.append([title, *map(_format_cell, cells)])
-    yield from _format_table(["", *names], rows, optional=[name for name in columns if name != estimate.dtype])
+            rows.append([title, *map(_format_cell, cells), fit.get(method.key, "-")])
+    others = [name for name in columns if name != estimate.dtype]
+    yield from _format_table(["", *names, column], rows, optional=others)
+
+
+def _judge_methods(estimate: Estimate, gpus: Sequence[Gpu]) -> tuple[str, dict[str, str]]:
+    """Return the header of a column for the dtype marked `*`, and by method the smallest of `gpus` that it fits, or of
+    a single one the verdict."""
+    cells = estimate.list_column()
+    if len(gpus) == 1:
+        return f"* on {gpus[0].key}", {cell.method.key: cell.judge_fit(gpus[0]) for cell in cells}
+    by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
+    return "* fits from", {cell.method.key: _find_smallest(cell, by_size) for cell in cells}
+
+
+def _find_smallest(cell: Cell, by_size: Sequence[Gpu]) -> str:
+    """Return the smallest GPU that `cell` fits for sure, with its GiB."""
+    fitting = (f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if cell.judge_fit(gpu) == FITS)
+    return next(fitting, "none")
 
 
 def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
@@ -99,8 +126,7 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
             rows.append([*row, verdicts[gpus[0].key]])
             continue
         fits, borderline, no = (list(verdicts.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
-        smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if verdicts[gpu.key] == FITS), "none")
-        rows.append([*row, *map(str, (fits, borderline, no)), smallest])
+        rows.append([*row, *map(str, (fits, borderline, no)), _find_smallest(cell, by_size)])
     yield from _format_table(headers, rows, optional=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
