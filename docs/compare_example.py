@@ -26,7 +26,7 @@ def main() -> int:
             with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
                 run(["profile", *MODEL, *options, "--json", "--save", str(file)])
         try:
-            run(["compare", str(before), str(after), "--top", "6"])
+            run(["compare", str(before), str(after), "--full", "--top", "6"])
         except SystemExit as done:
             return 0 if done.code == 4 else 2
     return 2

@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import ReadingOptions, reuse_option
-from memprof.cli.output import ReportOptions, print_result
+from memprof.cli.output import RunReportOptions, print_result
 from memprof.cli.progress import show_progress
 from memprof.spec import option
 
@@ -23,7 +23,7 @@ _FILE_HELP = "A capture (--save), a report (--json) of `memprof profile`, or a s
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(ReportOptions):
+class CompareOptions(RunReportOptions):
     """Options of `memprof compare`: the tolerance, and the number of rows."""
 
     tolerance: str = option(
@@ -40,7 +40,7 @@ def compare(
 ) -> None:
     """Say what differs between two runs: simulated and measured, before and after, one torch release and another.
 
-    Settings first, then totals, stages, categories and tensors at the peak, largest differences first. Needs neither
+    What B takes instead of A, the settings that differ, and the tensors and stages that differ most. Needs neither
     torch nor a GPU. Exit code 0: all totals are within the tolerance; 4: they are not.
     """
     from memprof.report.matching.tolerance import parse_tolerance
@@ -50,5 +50,8 @@ def compare(
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, tolerance, progress)
-    print_result(comparison, request, "comparison", top=request.top, explain=request.explain, files=(a, b))
+    if request.full or request.explain:
+        print_result(comparison, request, "comparison", top=request.top, explain=request.explain, files=(a, b))
+    else:
+        print_result(comparison, request, "comparison_brief", top=request.top, files=(a, b))
     raise typer.Exit(ExitCode.DONE if comparison.within else ExitCode.DIFFERS)

@@ -120,7 +120,7 @@ def test_a_run_measured_on_the_cpu(memprof, tmp_path):
     # The steps of both are all there, stage by stage.
     unmatched = {row["name"] for row in found["stages"] if row["status"].startswith("only")}
     assert unmatched <= {"context", "other"}, unmatched
-    text = memprof("compare", files["virtual"], files["cpu"]).stdout
+    text = memprof("compare", files["virtual"], files["cpu"], "--full").stdout
     assert "not compared: a CPU and a GPU run other kernels" in text and "seconds A" in text
 
 

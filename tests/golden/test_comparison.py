@@ -5,6 +5,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import convert_report
 from memprof.report.matching.tolerance import parse_tolerance
+from memprof.report.terminal import comparison_brief
 from memprof.report.terminal.comparison import render
 from memprof.report.terminal.console import to_text
 from memprof.trace.facts import AllocatorFacts
@@ -39,6 +41,13 @@ def document(tolerance="1%") -> Comparison:
 
 def test_text():
     check("comparison.txt", to_text(render(document(), explain=True), 100))
+
+
+def test_first_screen():
+    files = (Path("before.memprof"), Path("after.memprof"))
+    text = to_text(comparison_brief.render(document(), files=files), 100)
+    assert len(text.splitlines()) <= 40
+    check("comparison_brief.txt", text)
 
 
 def test_json():

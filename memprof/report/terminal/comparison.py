@@ -1,4 +1,4 @@
-"""The result of `memprof compare` as text for a terminal."""
+"""The whole result of `memprof compare` as text for a terminal."""
 
 from __future__ import annotations
 
@@ -49,13 +49,20 @@ def render(
     `quiet` leaves only the verdict; `files` (A and B) add the command to try next.
     """
     if quiet:
-        return _render_verdict(document)
-    unit = choose_unit(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
-    parts = [render_heading(document), _render_settings(document), _render_totals(document, unit)]
-    parts += [_render_stages(document, unit, top), _render_categories(document, unit, top)]
-    parts += [_render_tensors(document, top), _render_kernels(document), _render_reserved(document, unit)]
+        return render_verdict(document)
+    unit = choose_comparison_unit(document)
+    parts = [render_heading(document), render_settings(document), _render_totals(document, unit)]
+    parts += [render_stages(document, unit, top), _render_categories(document, unit, top)]
+    parts += [render_tensors(document, top), _render_kernels(document), _render_reserved(document, unit)]
     parts += [_render_findings(document), *([_render_assumptions(document)] if explain else [])]
-    return Group(*parts, _render_verdict(document), *render_next_step(choose_step_after_compare(document, files)))
+    return Group(
+        *parts, Text(""), render_verdict(document), *render_next_step(choose_step_after_compare(document, files))
+    )
+
+
+def choose_comparison_unit(document: Comparison) -> Unit:
+    """Return the unit in which the totals of both runs are shown."""
+    return choose_unit(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
 
 
 def render_heading(document: Comparison) -> RenderableType:
@@ -79,7 +86,8 @@ def _describe_side(side: RunDescription) -> str:
     return text if side.fits is None else f"{text}, {'fits' if side.fits else 'does not fit'}"
 
 
-def _render_settings(document: Comparison) -> RenderableType:
+def render_settings(document: Comparison) -> RenderableType:
+    """Return a table of the settings that differ."""
     same = f"{document.same_settings} are the same" if document.same_settings else "none is the same"
     if not document.settings:
         return Text(f"\nSettings: no difference ({same}).")
@@ -109,8 +117,8 @@ def _render_totals(document: Comparison, unit: Unit) -> RenderableType:
     return _make_section("Totals", f"tolerance {document.tolerance}", new_table)
 
 
-def _render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
-    # Stages that differ, layers of one stack as one row, largest difference first.
+def render_stages(document: Comparison, unit: Unit, top: int) -> RenderableType:
+    """Return a table of the stages that differ, layers of one stack as one row, the largest difference first."""
     groups = _group_by_stack(row for row in document.stages if row.a and row.b and row.status != SAME)
     groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
     only_in_one = {kind: [row for row in document.stages if row.status == kind] for kind in (ONLY_IN_A, ONLY_IN_B)}
@@ -166,7 +174,8 @@ def _render_categories(document: Comparison, unit: Unit, top: int) -> Renderable
     return _make_section("Categories", "at each one's own peak, without kernels' own memory", new_table)
 
 
-def _render_tensors(document: Comparison, top: int) -> RenderableType:
+def render_tensors(document: Comparison, top: int) -> RenderableType:
+    """Return a table of the tensors at the peak that differ, the largest difference first."""
     same = f"{document.same_tensors} rows, {format_bytes(document.same_tensors_bytes)}, are the same"
     if not document.tensors:
         return Text(f"\nTensors at the peak: no difference ({same}).")
@@ -254,17 +263,18 @@ def _render_assumptions(document: Comparison) -> RenderableType:
     return Group(make_heading("\nAssumptions of only one"), *lines) if lines else Text("\nAssumptions: no difference.")
 
 
-def _render_verdict(document: Comparison) -> RenderableType:
+def render_verdict(document: Comparison) -> Text:
+    """Return which totals differ by more than the tolerance."""
     compared = [row for row in document.totals if row.compared]
     outside = [row.name for row in compared if not row.within]
     if outside:
         by = f" by more than {document.tolerance}" if document.tolerance != "0" else ""
-        return Text(f"\n{len(outside)} of {len(compared)} totals differ{by}: {', '.join(outside)}.", style="bold red")
+        return Text(f"{len(outside)} of {len(compared)} totals differ{by}: {', '.join(outside)}.", style="bold red")
     if not compared:
-        return Text("\nNo total is known of both.", style="bold yellow")
+        return Text("No total is known of both.", style="bold yellow")
     are_equal = all(row.difference_bytes == 0 for row in compared)
     result = "are equal, to the byte" if are_equal else f"are within {document.tolerance}"
-    return Text(f"\nAll {len(compared)} totals that are compared {result}.", style="bold green")
+    return Text(f"All {len(compared)} totals that are compared {result}.", style="bold green")
 
 
 def _make_table(first: str, *more: str) -> Table:

@@ -66,7 +66,9 @@ def choose_step_after_compare(document: Comparison, files: tuple[Path, ...]) -> 
     """Return purpose and command line of a command to try after a comparison; None if `files` agree or are unknown."""
     if document.within or not files:
         return None
-    return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_MAX_ROWS)])
+    return "every row that differs", shlex.join(
+        ["memprof", "compare", *map(str, files), "--full", "--top", str(_MAX_ROWS)]
+    )
 
 
 def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, str] | None:

@@ -163,7 +163,7 @@ def test_after_an_analysis(devices: list[Any], purpose: str, options: str) -> No
 def test_after_a_comparison() -> None:
     differs: Any = SimpleNamespace(within=False)
     step = choose_step_after_compare(differs, (Path("a"), Path("b")))
-    assert step == ("every row that differs", "memprof compare a b --top 1000")
+    assert step == ("every row that differs", "memprof compare a b --full --top 1000")
     assert choose_step_after_compare(differs, ()) is None
     same: Any = SimpleNamespace(within=True)
     assert choose_step_after_compare(same, (Path("a"), Path("b"))) is None
