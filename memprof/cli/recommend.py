@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -67,6 +68,11 @@ class RecommendOptions(ExplainOptions, PageOptions):
     gpus: int = reuse_option("gpus", note="How the model is spread over them, and the least number that does.")
     host_memory_bytes: int = reuse_option("host_memory_bytes", default=HOST_BYTES, unset="256")
     cache: bool = reuse_option("cache")
+    full: bool = option(False, OUTPUT_PANEL, "Print the code to paste as well.")
+    row: int | None = option(
+        None, OUTPUT_PANEL, "Run the configuration in this row of the table, and print its report.", metavar="NUMBER",
+        is_count=True,
+    )  # fmt: skip
     snippet: str | None = option(
         None,
         OUTPUT_PANEL,
@@ -139,8 +145,8 @@ def recommend(request: RecommendOptions) -> None:
     """What fits a GPU; with a model and a goal, the configuration to use, found by simulated runs.
 
     Without a model: the largest models of the catalog that fit for inference, QLoRA, LoRA and full training. With one:
-    the quickest configuration that fits, what else was run, the largest batch and context, and the code to paste. Exit
-    code 0: something fits; 3: nothing does.
+    the quickest configuration that fits, what else was run, the largest batch and context, and with --full the code to
+    paste. Exit code 0: something fits; 3: nothing does.
     """
     request.check()
     spec = request.build_spec()
@@ -154,14 +160,16 @@ def recommend(request: RecommendOptions) -> None:
     else:
         with show_progress(quiet=request.quiet) as progress:
             result = _search(spec, request, progress)
-    _print_recommendation(result, request)
-    request.write_page(result)
     if entry is not None and cached_result is None:
         entry.save(result)
+    if request.row is not None:
+        _run_row(result, request.row)
+    _print_recommendation(result, request)
+    request.write_page(result)
     raise typer.Exit(ExitCode.DONE if result.has_result else ExitCode.DOES_NOT_FIT)
 
 
-_OUTPUT_FIELDS = ("as_json", "quiet", "explain", "snippet", "cache")
+_OUTPUT_FIELDS = ("as_json", "quiet", "explain", "full", "row", "snippet", "cache")
 
 
 def _find_cache_entry(spec: TargetSpec, request: RecommendOptions) -> ResultCacheEntry | None:
@@ -203,6 +211,19 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     return search(spec, criteria, progress)[0]
 
 
+def _run_row(result: Recommendation, number: int) -> NoReturn:
+    """Run the command of the row `number`, counted from 1, and exit with its exit code."""
+    from memprof.cli.main import run
+
+    commands = result.list_commands()
+    if not 1 <= number <= len(commands) or not commands[number - 1]:
+        raise UsageError(
+            "no such row, or none that can be run", value=f"--row {number}", hint="see the table's numbers"
+        )
+    echo(f"memprof: running {commands[number - 1]}", err=True)
+    run(shlex.split(commands[number - 1])[1:])
+
+
 def _print_recommendation(result: Recommendation, request: RecommendOptions) -> None:
     if request.snippet is not None and result.has_result:
         if request.snippet not in result.snippets:
@@ -215,4 +236,4 @@ def _print_recommendation(result: Recommendation, request: RecommendOptions) -> 
         return
     from memprof.report.terminal.recommendation import print_recommendation
 
-    print_recommendation(result, explain=request.explain, quiet=request.quiet)
+    print_recommendation(result, explain=request.explain, full=request.full, quiet=request.quiet)

@@ -46,11 +46,12 @@ def printed(text: str) -> list[list[str]]:
 @pytest.mark.slow
 def test_what_fits_a_gpu(memprof):
     """Each model that is said to fit does, at its longest context, with what the search has switched on for it."""
-    result = memprof("recommend", "--gpu-vram", "0.6", "--context-length", "64")
-    commands = printed(result.stdout)
-    assert result.exit_code == 0 and commands, result.stderr
-    for command in commands:
-        assert memprof(*command).exit_code == 0, command
+    request = ("recommend", "--gpu-vram", "0.6", "--context-length", "64")
+    result = memprof(*request, "--json")
+    rows = [number for number, row in enumerate(result.json["largest"], 1) if row["model"] is not None]
+    assert result.exit_code == 0 and rows, result.stderr
+    for number in rows:
+        assert memprof(*request, "--row", number).exit_code == 0, number
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """`memprof recommend`: usage error is one error, exit code 2, before anything is run."""
 
+import dataclasses
 import sys
 
 import pytest
 
-from memprof.report.documents.recommendation import Recommendation
+from memprof.cli import main
+from memprof.cli.recommend import _run_row
+from memprof.errors import UsageError
+from memprof.report.documents.recommendation import LargestModel, Recommendation
 from memprof.report.terminal.recommendation import print_recommendation
+from memprof.trace.facts import DeviceFacts
 
 
 @pytest.mark.parametrize(
@@ -81,3 +86,18 @@ def test_a_way_that_could_not_be_run_is_named(memprof, monkeypatch):
     assert "1 sequence at a time" in result.stdout
     said = " ".join(result.stdout.split())
     assert "Could not be run: nf4 weights" in said and "needs bitsandbytes" in said
+
+
+@pytest.mark.parametrize(("number", "arguments"), [(1, ["profile", "--model", "a b"]), (2, None), (3, None), (4, None)])
+def test_a_row_is_run_by_its_number(monkeypatch, number, arguments):
+    """Of the second row no model fits; there is no fourth, and no third."""
+    row = LargestModel("inference", "a b", 1, 1, 1, 1, None, None, None, "memprof profile --model 'a b'")
+    result = Recommendation(DeviceFacts("A", 1 << 30), largest=(row, dataclasses.replace(row, model=None)))
+    called = []
+    monkeypatch.setattr(main, "run", called.append)
+    if arguments is None:
+        with pytest.raises(UsageError, match="no such row"):
+            _run_row(result, number)
+    else:
+        _run_row(result, number)
+        assert called == [arguments]

@@ -153,6 +153,12 @@ class Recommendation(JsonValue):
     memprof_version: str = __version__
     command: str = "recommend"
 
+    def list_commands(self) -> list[str]:
+        """Return the command of each row of the table, in order; "" where no model fits."""
+        if self.largest:
+            return [row.command if row.model is not None else "" for row in self.largest]
+        return [row.command for row in self.choices]
+
     @property
     def has_result(self) -> bool:
         """Return whether any configuration or model fits."""

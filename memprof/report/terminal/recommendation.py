@@ -28,14 +28,19 @@ _MAX_ROWS = 10  # Rows of the table that are shown without --explain.
 _SINGLE_PROCESS_PLAN = "device-map"  # A plan without groups of processes (workload/plan.py).
 
 
-def print_recommendation(result: recommendation.Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
-    """Print a recommendation to stdout, in colour on a terminal; with `quiet`, only the recommended configuration."""
+def print_recommendation(
+    result: recommendation.Recommendation, *, explain: bool = False, full: bool = False, quiet: bool = False
+) -> None:
+    """Print a recommendation to stdout, in colour on a terminal; `full` adds the code to paste, `quiet` leaves only the
+    recommended configuration."""
     if quiet:
-        print_view((_render_largest if result.largest else _render_configuration)(result, explain=False)[0])
+        print_view(Group(*(_render_largest(result, explain=False)[:1] if result.largest else _render_answer(result))))
         return
     print_view(render(result, explain=explain))
-    # Not wrapped, so that they can be copied.
-    sys.stdout.write(printable(_format_snippets(result)))
+    if full:  # not wrapped, so that they can be copied
+        sys.stdout.write(printable(_format_snippets(result)))
+    elif result.snippets:
+        print_view(dim(f"More: --full (the code to paste; or --snippet {' or '.join(result.snippets)}), --explain"))
 
 
 def _format_snippets(result: recommendation.Recommendation) -> str:
@@ -63,8 +68,11 @@ _SNIPPET_TITLES = {
 def render(result: recommendation.Recommendation, *, explain: bool = False) -> RenderableType:
     """Return a recommendation without its snippets, for a terminal; `explain` adds assumptions and all runs."""
     note = [dim(f"The GPU: {result.gpu_note}.")] if result.gpu_note else []
-    parts: list[RenderableType] = [render_heading(result), *note, Text("")]
-    parts += (_render_largest if result.largest else _render_configuration)(result, explain=explain)
+    heading: list[RenderableType] = [render_heading(result), *note, Text("")]
+    if result.largest:
+        parts = [*heading, *_render_largest(result, explain=explain)]
+    else:
+        parts = [*_render_answer(result), *heading, *_render_configuration(result, explain=explain)]
     if result.lengths is not None:
         parts += _render_lengths(result.lengths)
     if explain:
@@ -102,19 +110,21 @@ def render_heading(result: recommendation.Recommendation) -> Text:
     return make_heading(f"{description}, {result.effective_batch} {batch}, on {gpu}")
 
 
+def _render_answer(result: recommendation.Recommendation) -> list[RenderableType]:
+    """Return the configuration to use, what it needs and its limits; or that nothing fits, and why."""
+    first, *others = format_verdict_lines(result)
+    return [Text(first, style="bold" if result.chosen is not None else "bold red"), indent(*map(Text, others))]
+
+
 def _render_configuration(result: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
     parts: list[RenderableType] = []
     chosen = result.chosen
     if chosen is not None:
-        lines = (chosen.name, _format_batches(chosen, result), _format_need(result, chosen))
         parts += [
-            make_section("Use", *map(Text, (*lines, *_format_limits(chosen, result))), below=1),
             Text(f"Why: {result.reason}."),
             Text("Check", style="bold"),
             indent(ShellCommand(chosen.command), below=1),
         ]
-    else:
-        parts.append(make_section(Text("Nothing fits", style="bold red"), Text(result.reason), below=1))
     if result.alternatives:
         alternatives = [
             Text(f"{row.what}: {row.name}; {gib(row.needed_bytes)} GiB{' (an estimate)' if row.estimate else ''}")
@@ -187,16 +197,27 @@ def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> 
     if not explain:
         pareto_rows = [row for row in rows if row.pareto or row is rows[0]]
         rows = pareto_rows if len(pareto_rows) > 2 else rows[:_MAX_ROWS]
+    numbers = {id(row): number for number, row in enumerate(result.choices, 1)}
+    moves = [row.link_seconds if result.gpus > 1 else row.bus_seconds for row in rows]
     cells: list[tuple[str, ...]] = [
         (
-            ">" if row is result.chosen else "", str(row.micro_batch), gib(row.needed_bytes), gib(row.headroom_bytes),
-            _format_seconds(row.step_seconds),
-            _format_seconds(row.link_seconds if result.gpus > 1 else row.bus_seconds), _format_verdict(row), row.name,
+            f"{'>' if row is result.chosen else ''}{numbers[id(row)]}", str(row.micro_batch), gib(row.needed_bytes),
+            gib(row.headroom_bytes), _format_seconds(row.step_seconds), _format_seconds(moved_seconds),
+            _format_verdict(row), row.name,
         )
-        for row in rows
+        for row, moved_seconds in zip(rows, moves, strict=True)
     ]  # fmt: skip
     moved = "of it links" if result.gpus > 1 else "of it bus"
-    headers = ("", f">{_name_batch(result)}", ">needs", ">margin", ">step", f">{moved}", ">verdict", "configuration")
+    headers = (
+        ">row",
+        f">{_name_batch(result)}",
+        ">needs",
+        ">margin",
+        ">step",
+        f">{moved}",
+        ">verdict",
+        "configuration",
+    )
     num_left_out = len(result.choices) - len(rows)
     left_out_note = f" {num_left_out} that another beats in both are left out (--explain)." if num_left_out else ""
     title = "Memory against time" if not explain else "All that were run"
@@ -207,6 +228,7 @@ def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> 
     }
     verdict_note = "".join(text for verdict, text in verdicts.items() if verdict in map(_format_verdict, rows))
     runs_note = "1 run was made." if result.runs == 1 else f"{result.runs} runs were made."
+    runs_note += " --row NUMBER runs a row."
     legend = f"GiB; step: the least time at the GPU's published rates.{left_out_note} {verdict_note}{runs_note}"
     failed_runs = [] if explain else _render_failed_runs(result)
     return [
@@ -230,21 +252,21 @@ def _format_seconds(seconds: float | None) -> str:
 
 
 def _render_largest(result: recommendation.Recommendation, *, explain: bool) -> list[RenderableType]:
-    headers = ("use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
+    headers = (">row", "use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
         f"GiB at {result.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
-        "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
+        "model; all: that it allows. Next larger: needs too much (more: its weights alone do). --row NUMBER: that run."
     )
-    commands = [ShellCommand(row.command) for row in result.largest if row.model is not None]
     return [
         indent(
             AlignedLines(
-                headers, [*map(_format_largest, result.largest)], optional=("needs", "next larger", "parameters")
+                headers,
+                [(str(number), *_format_largest(row)) for number, row in enumerate(result.largest, 1)],
+                optional=("needs", "next larger", "parameters"),
             ),
             below=1,
         ),
         indent(dim(legend), *([] if explain else _render_failed_runs(result)), below=1),
-        make_section("Each as a run of its own, at its longest context", *commands, below=1),
     ]
 
 

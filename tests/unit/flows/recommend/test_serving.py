@@ -43,6 +43,9 @@ def test_an_answer(spec, capsys):
     assert [*answer.snippets] == [*answer.launch] == ["tensor-parallel", "device-map"]
     assert answer.alternatives[0].name.startswith("1 x ")
     print_recommendation(answer)
+    said = capsys.readouterr().out
+    assert said.startswith(f"Use {tensor.name}; 2 at a time\n") and "--snippet tensor-parallel or device-map" in said
+    print_recommendation(answer, full=True)
     said = " ".join(capsys.readouterr().out.split())
     assert "start with: torchrun --nproc-per-node 2 infer_tp.py" in said and "start with: python infer.py" in said
     measured = "NCCL takes 544.00 MiB to 1.49 GiB a group where others measured it"
