@@ -24,7 +24,8 @@ from memprof.cli.options import ErrorReportingGroup, add_command, report_parse_e
 from memprof.cli.streams import discard_output, echo, prepare_streams
 
 # Commands in the order of --help. Each has a module of memprof/cli with a function of the same name, or an `app` with
-# subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings.
+# subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings,
+# `MAIN_OPTIONS` the options that --help shows where --help-all shows more.
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
     "verify", "vocab", "monitor", "cache", "help", "recipes",
@@ -50,8 +51,12 @@ def _build_command(name: str) -> Any:
         group.name = name
         return group
     command_app = typer.Typer(add_completion=False)
-    add_command(command_app, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
-    return typer.main.get_command(command_app)
+    function, main_options = getattr(module, name), getattr(module, "MAIN_OPTIONS", ())
+    context = getattr(module, "SETTINGS", None)
+    add_command(command_app, name, function, context, module.EXAMPLES, has_rare_options=bool(main_options))
+    command: Any = typer.main.get_command(command_app)
+    command.main_options = main_options
+    return command
 
 
 class _LazyCommands(Mapping[str, Any]):

@@ -52,6 +52,7 @@ _MAX_BY_OPTION = {
 _LONG_NUMBER = re.compile(r"\d{400}")
 STDIN = Path("-")
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_HELP_ALL = "help_all"
 _COMMON_OPTIONS = {
     "debug": typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT_PANEL),
     "no_color": typer.Option(
@@ -161,6 +162,22 @@ def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageErr
 class Command(typer.core.TyperCommand):
     """A command whose options may also come from settings files and presets."""
 
+    # Names of the parameters that --help shows; --help-all shows the others too. Empty: there are no others.
+    main_options: tuple[str, ...] = ()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help text, without the rarer options unless --help-all requests it."""
+        shows_all = not self.main_options or ctx.meta.get(_HELP_ALL, False)
+        rare: list[Any] = [p for p in self.params if not shows_all and p.name not in self.main_options]
+        rare = [parameter for parameter in rare if not parameter.hidden]
+        try:
+            for parameter in rare:
+                parameter.hidden = parameter.param_type_name == "option"
+            super().format_help(ctx, formatter)
+        finally:
+            for parameter in rare:
+                parameter.hidden = False
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, and the options of files and presets that the command line does not set."""
         with report_parse_errors(ctx, args):
@@ -234,6 +251,13 @@ class Command(typer.core.TyperCommand):
         return super().invoke(ctx)
 
 
+def _print_all_help(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_HELP_ALL] = True
+        echo(ctx.get_help())
+        raise typer.Exit
+
+
 class ErrorReportingGroup(typer.core.TyperGroup):
     """A group of commands whose usage errors are printed in memprof's form."""
 
@@ -295,8 +319,11 @@ def add_command(
     function: Callable[..., None],
     context: dict[str, Any] | None = None,
     examples: str = "",
+    *,
+    has_rare_options: bool = False,
 ) -> None:
-    """Add `function` to `app` as the command `name`; `examples` are command lines, one per line."""
+    """Add `function` to `app` as the command `name`; `examples` are command lines, one per line. With
+    `has_rare_options` it has an option --help-all."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     app.command(
         name,
@@ -304,10 +331,10 @@ def add_command(
         context_settings=context,
         help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
         epilog=f"Examples:\n{examples.strip()}",
-    )(_flatten_parameters(function))
+    )(_flatten_parameters(function, has_rare_options=has_rare_options))
 
 
-def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
+def _flatten_parameters(function: Callable[..., None], *, has_rare_options: bool) -> Callable[..., None]:
     """Return `function` with each dataclass parameter replaced by one parameter per field, for typer."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
@@ -330,6 +357,15 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
     for name, opt in _COMMON_OPTIONS.items():
         panels[name] = OUTPUT_PANEL
         parameters[name] = inspect.Parameter(name, _KEYWORD_ONLY, default=False, annotation=Annotated[bool, opt])
+    if has_rare_options:
+        opt = typer.Option(
+            "--help-all", help="Show all options and exit.", rich_help_panel=OUTPUT_PANEL, is_eager=True,
+            expose_value=False, callback=_print_all_help,
+        )  # fmt: skip
+        panels[_HELP_ALL] = OUTPUT_PANEL
+        parameters[_HELP_ALL] = inspect.Parameter(
+            _HELP_ALL, _KEYWORD_ONLY, default=False, annotation=Annotated[bool, opt]
+        )
     # --help has the panels in the order of their first options.
     panel_order = {panel: position for position, panel in enumerate(_LAST_PANELS)}
     sorted_parameters = sorted(parameters.values(), key=lambda p: panel_order.get(panels.get(p.name, ""), -1))
@@ -338,6 +374,7 @@ def _flatten_parameters(function: Callable[..., None]) -> Callable[..., None]:
     def call(*, debug: bool, no_color: bool, **values: Any) -> None:
         for name in settings.SETTINGS_OPTIONS:
             values.pop(name)  # handled in Command.parse_args
+        values.pop(_HELP_ALL, None)  # which ends the command before
         all_values = dict(values)
         kwargs = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:

@@ -24,6 +24,11 @@ memprof profile --model-size 4B --context-length 4096 --gpu rtx-4090
 memprof profile --model llama-3.2-1b --adapter lora --dtype bfloat16
 memprof profile --model path/to/model.py:build_model --fix chunked-loss
 """
+MAIN_OPTIONS = (
+    "model", "model_is_size", "mode", "context_length", "batch_size", "dtype", "optimizer", "adapter", "quantize",
+    "activation_checkpointing", "gpu", "gpu_vram_bytes", "gpus", "parallel", "fix", "ladder", "largest", "save", "html",
+    "full", "as_json", "help_all",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,10 @@ memprof run --worst-batch --gpu-vram 16 train.py
 memprof run --steps 200 --save run.memprof train.py
 memprof run --ranks all torchrun --nproc-per-node 8 train.py
 """
+MAIN_OPTIONS = (
+    "command", "gpu", "gpu_vram_bytes", "steps", "until_exit", "worst_batch", "ranks", "fix", "ladder", "suggest_patch",
+    "largest", "save", "html", "full", "as_json", "quiet", "help_all",
+)  # fmt: skip
 SETTINGS = {"allow_interspersed_args": False}  # arguments after the script's name are passed to the script
 
 

@@ -160,3 +160,17 @@ def test_completion_that_cannot_be_installed(home, monkeypatch):
     done = subprocess.run(["memprof", "--install-completion", "zsh"], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("memprof: completion cannot be installed\n  value: ")
     assert "--show-completion" in done.stderr and not (home / ".zshrc").exists()
+
+
+@pytest.mark.parametrize("name", ["profile", "run"])
+def test_help_shows_the_main_options_and_help_all_the_others(memprof, name):
+    shown, everything = (
+        set(re.findall(r"^│ (--[\w-]+)", memprof(name, flag).stdout, re.MULTILINE)) for flag in ("--help", "--help-all")
+    )
+    command = typer.main.get_command(app).commands[name]
+    parameters = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+    flags = {parameter.name: parameter.opts[0] for parameter in parameters if parameter.opts[0] != "-m"}
+    flags |= {"as_json": "--json", "quiet": "--quiet", "explain": "--explain"}  # which have a letter, too
+    assert everything == {*flags.values(), "--help"}
+    assert shown == {flags[name] for name in command.main_options if name in flags} | {"--help"} and len(shown) <= 23
+    assert not set(command.main_options) - {parameter.name for parameter in command.params}
