@@ -16,6 +16,9 @@ from memprof.units import format_bytes
 
 AnyRuns = Runs | RunsWithFixes
 MIN_SPEEDUP = 0.005  # a set of fixes is cheaper than another if its step is quicker by this share
+# Share of the GPU that a run should leave: closer to its limit, the allocator releases its cache and asks again.
+MIN_HEADROOM = 0.05
+_FREE_FIXES = ("expandable-segments", "compile")  # which make no step slower
 # Categories that an exact fix reduces only if the catalog lists them for the fix (`saves`, `ladder_against`).
 _IRREDUCIBLE_CATEGORIES = ("activations", "logits and loss")
 _MISMATCH_MESSAGE = "tensors of two devices meet"
@@ -70,13 +73,19 @@ def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[s
             chosen = (_add_until_fits(runs, candidates, rejections) if tier_index else None) or all_fixes
         applicable_fixes = [fix for fix in candidates if not rejections.get(fix.fix.name, "").startswith(fix.fix.name)]
         chosen = _replace_costly_fixes(runs, _drop_needless_fixes(runs, chosen), applicable_fixes)
+        loss = next(loss for loss, names in fix_tiers if {fix.fix.name for fix in chosen} <= {*names})
+        reason = _describe_choice(runs, chosen, loss)
+        added = _find_headroom(runs, chosen)
+        if added:
+            names_text = " and ".join(fix.fix.name for fix in added)
+            reason += f"; {names_text} on top {'leaves' if len(added) == 1 else 'leave'} more of the GPU, at no time"
+        chosen = [*chosen, *added]
         for fix in chosen:
             rejections.pop(fix.fix.name, None)
         steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
         taken = {fix.fix.name for fix in chosen}
         rejections |= {name: said for name in left if name not in taken and (said := _describe_conflict(name, chosen))}
-        loss = next(loss for loss, names in fix_tiers if taken <= {*names})
-        return ChosenFixes(_select_applicable_steps(runs, steps), _describe_choice(runs, chosen, loss), rejections)
+        return ChosenFixes(_select_applicable_steps(runs, steps), reason, rejections)
     if leanest is None:
         return ChosenFixes((), "no fix applies to this run", rejections)
     needed_text = format_bytes(leanest[0].needed_bytes)
@@ -172,6 +181,23 @@ def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixe
                 if run is not None and run.seconds < best_run.seconds * (1 - MIN_SPEEDUP):
                     fixes, best_run = candidate, run
     return fixes
+
+
+def _find_headroom(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
+    """Return fixes that take no time, to add to `fixes` while these leave less than `MIN_HEADROOM` of the GPU."""
+    added: list[ChosenFix] = []
+    for name in _FREE_FIXES:
+        run = runs.run_with_fixes([*fixes, *added])
+        if run.needed_bytes <= (1 - MIN_HEADROOM) * (run.document.device.total_bytes or 0):
+            break
+        is_on = name in runs.in_force() or name in {fix.fix.name for fix in fixes}
+        if is_on or _describe_conflict(name, fixes):
+            continue
+        more = [*added, ChosenFix(FIXES[name])]
+        better_run = _run_if_fits(runs, [*fixes, *more])
+        if better_run is not None and better_run.needed_bytes < run.needed_bytes:
+            added = more
+    return added
 
 
 def _measure_fix_seconds(runs: AnyRuns, fix: ChosenFix, fixes: list[ChosenFix]) -> float:

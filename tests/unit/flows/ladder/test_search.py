@@ -11,7 +11,7 @@ from memprof.fixes.catalog import FIXES, list_tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.build import build_ladder
 from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.search import _bound_peak_bytes, _cannot_fit, search_fixes
+from memprof.flows.ladder.search import _bound_peak_bytes, _cannot_fit, _find_headroom, search_fixes
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
@@ -104,7 +104,41 @@ def test_only_runs_that_decide_something_are_made():
         runs, [("the same numbers", ("chunked-loss", "activation-checkpointing", "fused-optimizer"))]
     )
     assert document.verdict.fits
-    assert sorted(document.ladder[-1].fixes) == ["activation-checkpointing", "chunked-loss"]
-    assert document.ladder_reason.startswith("it fits with ")
+    assert sorted(document.ladder[-1].fixes) == ["activation-checkpointing", "chunked-loss", "expandable-segments"]
+    assert document.ladder_reason.endswith("; expandable-segments on top leaves more of the GPU, at no time")
     assert ", and without any one of them it does not" in document.ladder_reason
-    assert len(runs) == 3  # the original, and the two rows after it
+    assert len(runs) == 4  # the original, and the three rows after it
+
+
+def headroom_after(needed: dict[tuple[str, ...], int], *, in_force: tuple[str, ...] = ()) -> list[str]:
+    """The fixes that are added to chunked-loss where the sets in `needed` need so many of 1,000 bytes; others fail."""
+
+    def run(fixes):
+        names = tuple(fix.fix.name for fix in fixes)
+        if names not in needed:
+            raise MemprofError("no")
+        document = SimpleNamespace(device=SimpleNamespace(total_bytes=1000, usable_bytes=None))
+        return SimpleNamespace(needed_bytes=needed[names], document=document, fits=needed[names] <= 1000)
+
+    original = SimpleNamespace(document=SimpleNamespace(device=SimpleNamespace(usable_bytes=None)))
+    runs = SimpleNamespace(run_with_fixes=run, in_force=lambda: frozenset(in_force), original=original)
+    return [fix.fix.name for fix in _find_headroom(runs, fixes_of("chunked-loss"))]
+
+
+LOSS, SEGMENTS, COMPILE = "chunked-loss", "expandable-segments", "compile"
+
+
+@pytest.mark.parametrize(
+    ("needed", "added"),
+    [
+        ({(LOSS,): 950}, []),
+        ({(LOSS,): 951, (LOSS, SEGMENTS): 900, (LOSS, SEGMENTS, COMPILE): 700}, [SEGMENTS]),
+        ({(LOSS,): 990, (LOSS, SEGMENTS): 960, (LOSS, SEGMENTS, COMPILE): 700}, [SEGMENTS, COMPILE]),
+        ({(LOSS,): 990, (LOSS, SEGMENTS): 990, (LOSS, COMPILE): 700}, [COMPILE]),  # the first saves nothing
+        ({(LOSS,): 990, (LOSS, SEGMENTS): 960}, [SEGMENTS]),  # the second does not run
+        ({(LOSS,): 990}, []),
+    ],
+)
+def test_less_than_a_twentieth_of_the_gpu_is_too_little_to_leave(needed, added):
+    assert headroom_after(needed) == added
+    assert SEGMENTS not in headroom_after(needed | {(LOSS, COMPILE): 800}, in_force=(SEGMENTS,))
