@@ -6,7 +6,7 @@ the run would have left then. What they would save is computed here, and what sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -97,30 +97,32 @@ def suggest_against(context: Context, finding: str) -> tuple[Suggestion, ...]:
     return tuple(suggestion for _, suggestion in found)
 
 
-def _combine(context: Context, found: Sequence[tuple[_Candidate, Suggestion]]) -> Iterator[Suggestion]:
+def _combine(context: Context, found: Iterable[tuple[_Candidate, Suggestion]]) -> Iterator[Suggestion]:
     """Yield the suggestion to make the first changes of `found` together, as many as it takes for the run to fit.
 
     Changes that conflict with one before them, that save nothing beside them, or whose effect together with them no
     replay can show, are left out.
     """
     combined = Proposal(context.ledger.trace)
-    best: Suggestion | None = None
-    names, fixes = list[str](), list[Fix]()
+    names, fixes, together = list[str](), list[Fix](), list[tuple[int, Proposal]]()
     for (rule, proposal, *_), alone in found:
         merged = _merge(context.ledger.trace, combined, proposal)
         if merged is None or (rule.fix is not None and any(find_conflict(fix, rule.fix) for fix in fixes)):
             continue
-        tried = [*names, alone.fix or proposal.change]
-        text = f"{', '.join(tried[:-1])} and {tried[-1]} together"
-        together = _evaluate(context, merged._replace(change=text), None) if names else alone
-        if together is None or (best is not None and together.required_bytes >= best.required_bytes):
+        required = _estimate_required(context, merged)
+        if together and required >= together[-1][0]:
             continue
-        combined, best, names = merged, together, tried
+        names.append(alone.fix or proposal.change)
         fixes += [] if rule.fix is None else [FIXES[rule.fix]]
-        if best.fits:
-            break
-    if best is not None and len(names) > 1:
-        yield best
+        combined = merged._replace(change=f"{', '.join(names[:-1])} and {names[-1]} together")
+        together.append((required, combined))
+    for required, proposal in together[1:]:
+        is_last = proposal is combined
+        if is_last or required <= (context.usable_bytes or 0):
+            suggestion = _evaluate(context, proposal, None)
+            if suggestion is not None and (suggestion.fits or is_last):
+                yield suggestion
+                break
 
 
 def _merge(original: Trace, first: Proposal, second: Proposal) -> Proposal | None:
@@ -153,17 +155,22 @@ def _list_candidates(context: Context) -> list[_Candidate]:
 
 def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Candidate | None:
     """Return the candidate of `proposal`; None if it saves too little, or does not reduce the one tensor that is larger
-    than the GPU. Expandable segments are taken to waste nothing, and all else the share of segments that the run does.
-    """
-    ledger, usable_bytes = context.ledger, context.usable_bytes
-    run, oom = ledger.run, ledger.out_of_memory
+    than the GPU."""
+    usable_bytes, oom = context.usable_bytes, context.ledger.out_of_memory
     if oom is not None and proposal.trace.storages[oom.storage].num_bytes > oom.limit_bytes:
         return None
-    required = compute_allocated_peak(proposal.trace)
-    if proposal.config is None:
-        required = required * run.required_reserved_bytes // ledger.peak_bytes
+    required = _estimate_required(context, proposal)
     fits = usable_bytes is not None and required <= usable_bytes
     return _Candidate(rule, proposal, required, fits) if _is_enough(context, required, fits) else None
+
+
+def _estimate_required(context: Context, proposal: Proposal) -> int:
+    """Return an estimate of what is reserved with `proposal`: expandable segments are taken to waste nothing, and all
+    else the share of segments that the run does."""
+    peak = compute_allocated_peak(proposal.trace)
+    if proposal.config is not None:
+        return peak
+    return peak * context.ledger.run.required_reserved_bytes // context.ledger.peak_bytes
 
 
 def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool:
@@ -174,8 +181,22 @@ def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:
     """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions."""
-    pairs = ((one, _evaluate(context, one.proposal, _name_fix(one))) for one in candidates)
+    pairs = ((one, _evaluate_candidate(context, one)) for one in candidates)
     return list(islice(((one, found) for one, found in pairs if found is not None), MAX_SUGGESTIONS))
+
+
+def _evaluate_candidate(context: Context, candidate: _Candidate) -> Suggestion | None:
+    """Return what `_evaluate` does for a candidate; several findings may ask for the same."""
+    evaluated = _get_evaluated(context)
+    if id(candidate) not in evaluated:
+        evaluated[id(candidate)] = _evaluate(context, candidate.proposal, _name_fix(candidate))
+    return evaluated[id(candidate)]
+
+
+@cache_per_context
+def _get_evaluated(context: Context) -> dict[int, Suggestion | None]:
+    """Return the suggestions so far, by the identity of their candidates, which `_list_candidates` keeps."""
+    return {}
 
 
 def _name_fix(candidate: _Candidate) -> str | None:
