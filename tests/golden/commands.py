@@ -1,9 +1,8 @@
-"""What commands answer in JSON, as it was before the layout of the package changed: run, and made comparable.
+"""What commands answer in JSON: run, and made comparable.
 
     python -m tests.golden.commands            # writes tests/golden/unchanged/*.json anew
 
-The files were taken at commit 47a6224 (`PYTHONPATH=CHECKOUT python -m tests.golden.commands`). A command that is to say
-something else from now on has its file written anew, in the commit that says why.
+A command whose totals are to be others from now on has its file written anew, in the commit that says why.
 """
 
 from __future__ import annotations
