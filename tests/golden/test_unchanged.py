@@ -41,8 +41,8 @@ def test_json_is_as_before(name):
 
 # What these tables hold is what unit tests are for.
 TABLES = {
-    "blocks", "evidence", "free_segments", "groups", "over_time", "pools", "rows", "segments", "stages", "steps", "suggestions",
-    "tensors", "timeline",
+    "blocks", "evidence", "free_segments", "groups", "over_time", "pools", "rows", "segments", "stages", "steps",
+    "suggestions", "tensors", "timeline",
 }  # fmt: skip
 
 
