@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.flows.account import analyze
-from memprof.flows.recordings import GZIP_MAGIC, read_head
-from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents import analysis, comparison
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import SCHEMA, Report
-from memprof.trace.io import load_trace
+from memprof.trace.files import GZIP_MAGIC, read_head
 from memprof.trace.old_names import rename_old
 
 # Value of `command` in the JSON -> type of the document, and the newest schema that is read.
@@ -67,6 +64,11 @@ def is_json(head: bytes) -> bool:
 
 def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None) -> Report:
     """Return the report of a capture; raise UsageError if the file is no capture, damaged or empty."""
+    # Imported here: a report in JSON, and a file of another kind, need none of them.
+    from memprof.flows.account import analyze
+    from memprof.ledger.ledger import EmptyTraceError
+    from memprof.trace.io import load_trace
+
     try:
         return analyze(load_trace(path), alloc_conf, gpu=gpu, rank=rank)
     except EmptyTraceError as error:
