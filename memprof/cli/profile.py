@@ -64,6 +64,12 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
         print_cache_age(cached_result[1], quiet=output.quiet)
         raise typer.Exit(choose_exit_code(cached_result[0]))
     with show_progress(quiet=output.quiet) as progress:
+        if progress.shows_estimates and options.device in ("auto", "virtual") and options.largest is None:
+            from memprof.flows.first_estimate import estimate_spec
+
+            if (estimate := estimate_spec(spec)) is not None:
+                conditions = ["of each GPU"] * (spec.gpus > 1) + ["without fixes"] * bool(options.fix or options.ladder)
+                progress.show_estimate(estimate.describe(" ".join(conditions)))
         try:
             trace, document = _run(spec, options, progress, is_gpu_named=is_gpu_named)
         except RunFailedError as error:

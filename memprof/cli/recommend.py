@@ -197,6 +197,12 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     criteria = SearchRequest(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half_dtype
     )
+    if progress.shows_estimates and spec.gpus == 1 and request.lengths is None:
+        from memprof.flows.first_estimate import estimate_search
+
+        if (first := estimate_search(spec, criteria)) is not None:
+            estimate, condition = first
+            progress.show_estimate(estimate.describe(condition))
     if spec.gpus > 1 and request.goal == "infer":
         from memprof.flows.recommend.serving import recommend_serving
 

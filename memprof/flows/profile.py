@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable
 
 from memprof.allocator import CurrentSettings
@@ -77,7 +78,9 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
     current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
-    progress("importing torch and the model's code")
+    # Of later runs of a search nothing is imported any more.
+    is_imported = {"torch", "transformers"} <= sys.modules.keys()
+    progress("building the model" if is_imported else "importing torch and the model's code")
     source = find_source(spec)
     # Imported here: reading a capture and --help need no torch, nor does a model that does not exist.
     from memprof.flows.capture import capture_measured, capture_virtual
@@ -155,6 +158,8 @@ def resolve_device(
 ) -> tuple[TargetSpec, Trace | None]:
     """Return `spec` set to run on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the
     trace of the simulation. Without a GPU, return `spec` unchanged."""
+    if "torch" not in sys.modules:
+        progress("importing torch")
     from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
     if cuda_unavailable_reason() is not None:

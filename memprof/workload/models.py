@@ -117,7 +117,7 @@ def _is_hub_id(name: str) -> bool:
 
 def _make_catalog_source(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
-    dtype, reasons = _choose_dtype(entry.checkpoint_dtype, spec)
+    dtype, reasons = choose_dtype(entry.checkpoint_dtype, spec)
     name, hub_id = (entry.key, "") if spec.model_is_size else entry.resolve_alias(spec.model)
     notes = [
         entry.note if entry.synthesized else f"Model: {hub_id or entry.hf_id} as {entry.architecture}.",
@@ -219,7 +219,7 @@ def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSp
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
     stored = checkpoint_format(config, origin)
-    dtype, reasons = _choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
+    dtype, reasons = choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
     notes = [f"Model: {name} as {architecture}.", *reasons]
     find_classes = functools.partial(_import_classes, architecture, str(config.get("model_type")))
     reference = find_code_reference(config, architecture)
@@ -358,7 +358,8 @@ def _find_max_positions(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
+def choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
+    """Return the dtype of a model whose published weights are in the dtype `checkpoint`, and notes on the choice."""
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
