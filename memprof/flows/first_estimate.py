@@ -23,7 +23,7 @@ from memprof.estimate.table import (
 )
 from memprof.flows.gpus import find_spec_gpu, resolve_settings
 from memprof.flows.recommend.closed_form import find_estimated_model, make_method_plan
-from memprof.flows.recommend.plans import Goal, list_tiers
+from memprof.flows.recommend.plans import CHUNKED_LOSS, Goal, list_tiers
 from memprof.flows.recommend.search import SearchRequest
 from memprof.spec import MANY_STEPS, STEADY_STEPS, Mode, TargetSpec
 from memprof.units import format_rounded_gib
@@ -152,7 +152,7 @@ def _make_plan(spec: TargetSpec, model: EstimatedModel) -> MethodPlan | None:
         fused=spec.optimizer_impl == "fused",
         new_tokens=spec.new_tokens or 1,
         padded=spec.lengths is not None,
-        chunked_loss="chunked-loss" in spec.fixes,
+        chunked_loss=CHUNKED_LOSS in spec.fixes,
     )
     others = {name: getattr(spec, name) for name in _OTHER_FIELDS}
     is_complete = TargetSpec(**{**others, **plan.build_spec_fields()}) == spec.edit(dtype=dtype)
