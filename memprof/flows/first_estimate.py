@@ -37,6 +37,8 @@ _OTHER_FIELDS = (
 )  # fmt: skip
 # The first GPUs with a fused attention for bfloat16: before, a run may keep scores, which the closed form does not.
 _MIN_CAPABILITY = (8, 0)
+# On GPUs before these transformers dequantizes weights in fp8 (quantizers/quantizer_finegrained_fp8.py).
+_MIN_FP8_CAPABILITY = (8, 9)
 _TEXT_BY_VERDICT = {FITS: "fits", BORDERLINE: "close to the limit of", NO: "does not fit"}
 
 
@@ -70,7 +72,8 @@ def estimate_spec(spec: TargetSpec) -> FirstEstimate | None:
     """
     try:
         gpu, model = find_spec_gpu(spec), find_estimated_model(spec)
-        if model is None or gpu.compute_capability < _MIN_CAPABILITY or not _is_known_layout(spec):
+        min_capability = _MIN_FP8_CAPABILITY if spec.quantize == "fp8" else _MIN_CAPABILITY
+        if model is None or gpu.compute_capability < min_capability or not _is_known_layout(spec):
             return None
         plan = _make_plan(spec, model)
         if plan is None or resolve_settings(spec.alloc_conf).alloc_conf:

@@ -5,10 +5,10 @@
 FILE.csv: a table of published figures (tests/accuracy/published/rows.py); without it, shared/published_memory.csv
 beside the checkout. (The rows of published_2026.csv are of diffusion models, servers, single operators and Megatron:
 the closed form has none of them.) What a row describes becomes a spec of `memprof profile` (estimate_published.py has
-the questions), which is run on a virtual GPU of unlimited capacity. A verdict of the closed form contradicts no run, on
-any capacity, if its band begins at or below what the run allocates, and ends at or above what it reserves without
-releasing anything. --write keeps the runs in tests/accuracy/first_line.json, which tests/accuracy/test_first_line.py
-reads. Exit code 1: a verdict is contradicted.
+the questions), which is run on a virtual GPU of unlimited capacity, or for fp8 on the row's own. A verdict of the
+closed form contradicts no run, on any capacity, if its band begins at or below what the run allocates, and ends at or
+above what it reserves without releasing anything. --write keeps the runs in tests/accuracy/first_line.json, which
+tests/accuracy/test_first_line.py reads. Exit code 1: a verdict is contradicted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUNS = Path(__file__).resolve().parents[1] / "accuracy" / "first_line.json"
 
 @dataclass(frozen=True)
 class Run:
-    """A run on a GPU without limit: the fields of its spec, and what it takes of the GPU with the CUDA context."""
+    """A run that nothing limits: the fields of its spec, and what it takes of the GPU with the CUDA context."""
 
     spec: Mapping[str, Any]
     config: Mapping[str, Any] | None  # of a model that is not in the catalog
@@ -72,13 +72,17 @@ def read_runs() -> list[Run]:
 
 
 def make_spec(fields: Mapping[str, Any], config: Mapping[str, Any] | None, folder: str) -> TargetSpec:
-    """Return the spec of a run on a GPU without limit; the configuration of its model is written into `folder`."""
+    """Return the spec of a run, on a GPU without limit unless `fields` name one.
+
+    The configuration of its model is written into `folder`.
+    """
     model = str(fields["model"])
     if config is not None:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(dict(config)), encoding="utf-8")
         model = str(path)
-    return TargetSpec(**{**fields, "model": model, "gpu_vram_bytes": UNLIMITED_BYTES})
+    gpu = {} if "gpu" in fields else {"gpu_vram_bytes": UNLIMITED_BYTES}
+    return TargetSpec(**{**fields, "model": model, **gpu})
 
 
 def build_fields(question: Question) -> dict[str, Any] | None:
@@ -93,11 +97,13 @@ def build_fields(question: Question) -> dict[str, Any] | None:
         return None
     names = ("batch_size", "context_length", "lengths")
     fields = {name: asked[name] for name in names if name in asked} | plan.build_spec_fields()
+    if question.dtype == "fp8":  # which the GPU without limit does not have
+        fields["gpu"] = question.gpu
     return {**fields, "model": question.model if isinstance(question.model, str) else "published"}
 
 
 def measure(fields: Mapping[str, Any], config: Mapping[str, Any] | None) -> Run:
-    """Run the spec on a GPU without limit."""
+    """Run the spec that the fields are of."""
     from memprof.flows.profile import profile
 
     with tempfile.TemporaryDirectory() as folder:

@@ -93,6 +93,12 @@ def test_nothing_is_said_of_what_it_does_not_know(spec):
     assert estimate_spec(TargetSpec(**{"model": "gpt2", **spec})) is None
 
 
+@pytest.mark.parametrize(("gpu", "is_known"), [("a100-80gb", False), ("rtx-4090", True), ("h100-80gb", True)])
+def test_float8_is_dequantized_before_compute_capability_8_9(gpu, is_known):
+    spec = TargetSpec(model="qwen3-0.6b", mode="inference", new_tokens=2, dtype="bfloat16", quantize="fp8", gpu=gpu)
+    assert (estimate_spec(spec) is not None) == is_known
+
+
 def test_nothing_is_said_of_stored_weights(tmp_path):
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 64}  # fmt: skip
