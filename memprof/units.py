@@ -43,6 +43,14 @@ def gib(num_bytes: int | float) -> str:
     return f"{num_bytes / GIB:,.2f}"
 
 
+def format_rounded_gib(num_bytes: int) -> str:
+    """Return an estimate in GiB, with as many digits as it is worth: 1,050 GiB, 14 GiB or 2.4 GiB."""
+    size = num_bytes / GIB
+    if size >= 100:
+        return f"{round(size, -1):,.0f} GiB"
+    return f"{size:.0f} GiB" if size >= 10 else f"{size:.1f} GiB"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Return `num_bytes` as text with two decimals in GiB, MiB or KiB, the largest unit in which it is at least 1."""
     size = abs(num_bytes)

@@ -53,13 +53,13 @@ def doctor(
                 raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
         _check_installation(request)
         return
-    from memprof.doctor import ReportedRun, diagnose
-    from memprof.flows.progress import report_progress_with
-    from memprof.report.terminal.doctor import render_diagnoses
-
-    reported_run = ReportedRun(request.model, request.batch_size, request.context_length)
-    size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
     with _open_log(file) as stream, Progress(quiet=request.quiet) as progress:
+        # Imported here: a file that does not exist needs none of it.
+        from memprof.doctor import ReportedRun, diagnose
+        from memprof.flows.progress import report_progress_with
+
+        reported_run = ReportedRun(request.model, request.batch_size, request.context_length)
+        size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
         progress(f"reading {_describe_source(file)}")
         with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
             diagnoses = diagnose(stream, _describe_source(file), reported_run)
@@ -71,6 +71,8 @@ def doctor(
 
         print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(diagnoses)))
     else:
+        from memprof.report.terminal.doctor import render_diagnoses
+
         echo(render_diagnoses(diagnoses, quiet=request.quiet), nl=False)
 
 

@@ -109,7 +109,7 @@ class PageOptions(OutputOptions):
         super().__post_init__()
         if self.html is not None:
             from memprof.fixes.catalog import check_package
-            from memprof.report.page.page import PAGE
+            from memprof.report.page.file_kind import PAGE
             from memprof.trace.files import check_output_path
 
             check_package("--html", "plotly")

@@ -69,6 +69,12 @@ def profile(context: typer.Context, spec: TargetSpec, options: ProfileOptions, o
         print_cache_age(cached_result[1], quiet=output.quiet)
         raise typer.Exit(choose_exit_code(cached_result[0]))
     with show_progress(quiet=output.quiet) as progress:
+        if progress.shows_estimates and options.device in ("auto", "virtual") and options.largest is None:
+            from memprof.flows.first_estimate import estimate_spec
+
+            if (estimate := estimate_spec(spec)) is not None:
+                conditions = ["of each GPU"] * (spec.gpus > 1) + ["without fixes"] * bool(options.fix or options.ladder)
+                progress.show_estimate(estimate.describe(" ".join(conditions)))
         try:
             trace, document = _run(spec, options, progress, is_gpu_named=is_gpu_named)
         except RunFailedError as error:
@@ -99,16 +105,23 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
     """Return trace and report of the run, ladder or search; `is_gpu_named`: an option names the GPU to simulate."""
     from memprof.device.visible import hide_gpus
     from memprof.fixes.catalog import ALL_FIXES, BASE_PLAN, PARALLEL_FIXES, list_ladder
-    from memprof.fixes.chosen import parse_fixes
+    from memprof.fixes.chosen import check_fix, parse_fixes
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
+    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, ALL_FIXES)
+    uses_all_gpus = options.ladder if options.fix is None else any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
+    if spec.gpus > 1 and spec.parallel is None and uses_all_gpus:
+        spec = spec.edit(parallel=BASE_PLAN)
+    flow.check_inputs(spec)
+    for fix in fixes:
+        check_fix(spec, fix)
     if options.largest is not None:
         from memprof.flows.ladder.runs import SpecRuns
         from memprof.flows.limit import find_largest_for_spec
 
         if options.fix is not None:
-            spec = SpecRuns(spec, progress).add_fixes(parse_fixes(options.fix, ALL_FIXES))
+            spec = SpecRuns(spec, progress).add_fixes(fixes)
         return find_largest_for_spec(spec, options.largest, progress)
     simulated: Trace | None = None
     if options.device == "auto" and not is_gpu_named and spec.parallel is None and spec.gpus == 1:
@@ -127,10 +140,6 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, ALL_FIXES)
-    uses_all_gpus = options.fix is None or any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
-    if spec.gpus > 1 and spec.parallel is None and uses_all_gpus:
-        spec = spec.edit(parallel=BASE_PLAN)
     if options.is_search and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)

@@ -15,6 +15,7 @@ import time
 
 from memprof.errors import printable
 
+_ROOM = 40  # columns for what stands in a line beside the estimate and the work
 PIPE_INTERVAL = 10.0  # seconds between two lines where stderr is no terminal
 _FIRST_DELAY, _REDRAW_INTERVAL = 2.0, 0.5  # seconds on a terminal until the first line, and between updates
 
@@ -27,6 +28,7 @@ class Progress:
         self._start = time.monotonic()
         self._has_drawn = False
         self._work = ""
+        self._estimate = ""
         self._is_terminal = sys.stderr.isatty()
         self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
@@ -44,21 +46,38 @@ class Progress:
         """Set the description of the current work."""
         self._work = printable(work)
 
+    @property
+    def shows_estimates(self) -> bool:
+        """Return whether `show_estimate` draws its line: on a terminal, unless `quiet`."""
+        return self._is_terminal and not self._quiet
+
+    def show_estimate(self, estimate: str) -> None:
+        """Draw at once what is estimated of the work, which has not begun; kept before the work where there is room."""
+        self._estimate = printable(estimate)
+        if self.shows_estimates:
+            self._draw(f"memprof: {self._estimate}; running it...")
+
+    def _draw(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"\r\033[K{line[: max(_count_columns() - 1, 20)]}")
+            sys.stderr.flush()
+            self._has_drawn = True
+
     def _format_line(self) -> str:
         """Return the progress line: work, progress and elapsed seconds."""
         progress_module = sys.modules.get("memprof.flows.progress")  # not imported: the work reports no progress
         progress = "" if progress_module is None else progress_module.describe_progress()
-        return f"memprof: {self._work}{f', {progress}' if progress else ''} ({time.monotonic() - self._start:.0f} s)"
+        # The estimate goes where it would leave no room: not with each layer, but with the work.
+        has_room = len(self._estimate) + len(self._work) + _ROOM < _count_columns()
+        estimate = f"{self._estimate}; " if self._estimate and has_room else ""
+        seconds = f"{time.monotonic() - self._start:.0f} s"
+        return f"memprof: {estimate}{self._work}{f', {progress}' if progress else ''} ({seconds})"
 
     def _redraw_regularly(self) -> None:
         self._stop_event.wait(_FIRST_DELAY)
         while not self._stop_event.wait(_REDRAW_INTERVAL):
             if self._work:
-                with contextlib.suppress(OSError, ValueError):
-                    columns = os.get_terminal_size(sys.stderr.fileno()).columns
-                    sys.stderr.write(f"\r\033[K{self._format_line()[: max(columns - 1, 20)]}")
-                    sys.stderr.flush()
-                    self._has_drawn = True
+                self._draw(self._format_line())
 
     def _write_regularly(self) -> None:
         while not self._stop_event.wait(PIPE_INTERVAL):
@@ -73,6 +92,14 @@ class Progress:
         if self._has_drawn:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
+
+
+def _count_columns() -> int:
+    """Return the columns of the terminal that stderr is; 0: stderr is none."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def show_progress(*, quiet: bool = False) -> Progress:

@@ -120,6 +120,9 @@ class RecommendOptions(ExplainOptions, PageOptions):
         for flag, value in (("--lengths-column", self.lengths_column), ("--batches", self.batches)):
             if value is not None and self.lengths is None:
                 raise UsageError(f"{flag} needs --lengths", value=value, hint="add --lengths FILE")
+        if self.snippet is not None and (self.snippet in MULTI_GPU_SNIPPETS) != (self.gpus > 1):
+            kind, hint = ("several GPUs", "add --gpus 8") if self.gpus == 1 else ("one GPU", "leave out --gpus")
+            raise UsageError(f"this script is for {kind}", value=f"--snippet {self.snippet}", hint=hint)
         for name in ("lengths", "adapter"):
             if self.mode is Mode.INFERENCE and getattr(self, name) is not None:
                 raise UsageError(f"--{name} is for training", value=getattr(self, name), hint=f"leave out --{name}")
@@ -186,6 +189,10 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     from memprof.device.visible import hide_gpus
 
     hide_gpus()
+    if request.model is not None:
+        from memprof.flows.profile import check_inputs
+
+        check_inputs(spec)
     if request.goal is None:
         from memprof.flows.recommend.largest_models import recommend_largest_models
 
@@ -198,6 +205,12 @@ def _search(spec: TargetSpec, request: RecommendOptions, progress: Progress) -> 
     criteria = SearchRequest(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half_dtype
     )
+    if progress.shows_estimates and spec.gpus == 1 and request.lengths is None:
+        from memprof.flows.first_estimate import estimate_search
+
+        if (first := estimate_search(spec, criteria)) is not None:
+            estimate, condition = first
+            progress.show_estimate(estimate.describe(condition))
     if spec.gpus > 1 and request.goal == "infer":
         from memprof.flows.recommend.serving import recommend_serving
 

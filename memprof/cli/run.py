@@ -64,7 +64,9 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
             hint = "leave it out: with --steps 200 the report says what its own batches reserve"
             raise UsageError("--lengths cannot change what a script feeds its model", value=self.lengths, hint=hint)
         if self.steps is not None and self.until_exit:
-            raise UsageError("give --steps or --until-exit, not both", value=self.steps)
+            raise UsageError(
+                "give --steps or --until-exit, not both", value=f"--steps {self.steps}", hint="leave one out"
+            )
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError("--timeout must be longer", value=self.timeout, hint="give seconds, more than 0")
         from memprof.script import StopRule
@@ -114,12 +116,30 @@ def run(
     request.check_largest(request.device)
     has_ranks = request.ranks is not None or _has_measured_ranks(program, request)
     runner = _run_ladder if is_search else _run_ranks if has_ranks else _run_script
-    from memprof.flows.gpus import find_spec_gpu
-
+    # What does not exist is an error before the fork, and before torch is imported.
+    program.check()
+    _check_ranks(program, request)
     stop_rule = request.build_stop_rule()
-    find_spec_gpu(request)  # an unknown GPU is an error before the fork
+    request.build_spec()
+    from memprof.flows.gpus import find_spec_gpu, resolve_settings
+
+    find_spec_gpu(request)
+    resolve_settings(request.alloc_conf)
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(runner(program, stop_rule, request))
+
+
+def _check_ranks(program: Program, request: RunOptions) -> None:
+    """Raise UsageError if a rank does not exist; which ranks a launcher starts is known only with torch."""
+    if program.has_launcher:
+        return
+    from memprof.script.launchers import ProcessSelection, parse_ranks, start_without_launcher
+
+    rank = request.rank if request.ranks is None else None  # with --ranks it is one of them
+    selection = ProcessSelection(rank, request.gpus, request.nodes)
+    start = start_without_launcher(program.name, program.arguments, program.is_module, selection)
+    if request.ranks is not None:
+        parse_ranks(request.ranks, start.size)
 
 
 def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> int:
@@ -269,7 +289,6 @@ def _run_ladder(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     if request.device != "virtual":
         hint = "leave out --device, or --ladder"
         raise UsageError("a ladder runs on the virtual GPU", value=f"--device {request.device}", hint=hint)
-    program.check()
     spec = request.build_spec()
     if request.is_search and spec.host_memory_bytes is None:
         spec = spec.edit(host_memory_bytes=HOST_BYTES)

@@ -34,9 +34,10 @@ def show(
 ) -> None:
     """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""
     from memprof.flows.saved_files import load
-    from memprof.report.documents.report import Report
 
     document = load(file, alloc_conf=options.alloc_conf, gpu=options.shown_gpu, rank=options.rank)
+    from memprof.report.documents.report import Report
+
     if isinstance(document, Report):
         print_report(document, options)
         raise typer.Exit(choose_exit_code(document))

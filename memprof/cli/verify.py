@@ -11,6 +11,7 @@ from memprof.cli.exits import ExitCode
 from memprof.cli.options import reuse_option
 from memprof.cli.output import OutputOptions, print_result
 from memprof.cli.progress import Progress
+from memprof.errors import UsageError
 
 EXAMPLES = """
 memprof verify chunked-loss --model llama
@@ -46,6 +47,15 @@ def verify(
 
     Exit code 0: everything that was tried is within its bound; 4: something is not; 1: nothing could be tried.
     """
+    if seeds < 1:
+        raise UsageError("--seeds must be at least 1", value=seeds, hint="give a positive whole number")
+    from memprof.fixes.catalog import find_fixes
+    from memprof.flows.verify.models import check_model
+
+    for name in fixes or ():
+        find_fixes([name])
+    for name in model or ():
+        check_model(name, request.trust_remote_code)
     with Progress(quiet=request.quiet) as progress:
         progress("importing torch")
         from memprof.flows.verify.bench import verify as run

@@ -225,7 +225,7 @@ def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
     if options.optimizer not in OPTIMIZER_STATES | QUANTIZED_STATES:
         raise unknown_name("--optimizer", options.optimizer, (*OPTIMIZER_STATES, *QUANTIZED_STATES))
-    context = _resolve_context_length(subject, options)
+    context = resolve_context_length(subject, options.context_length, batch_size, options.lengths)
     column = find_column(options.quantize or options.dtype or "bfloat16")
     columns = tuple(dict.fromkeys((*WEIGHT_DTYPES, column)))
 
@@ -257,12 +257,13 @@ def build_estimate(subject: EstimatedModel, options: EstimateOptions = _DEFAULT_
     return Estimate(subject, column, batch_size, context, options.lora_rank, options.lengths, gpus, cells, sharded)
 
 
-def _resolve_context_length(subject: EstimatedModel, options: EstimateOptions) -> int:
-    """Return the context length in tokens: that of the longest batch, of the options, or the default."""
-    geometry, requested = subject.geometry, options.context_length
+def resolve_context_length(subject: EstimatedModel, requested: int | None, batch_size: int, lengths: str | None) -> int:
+    """Return the context length in tokens: that of the longest batch of `lengths`, the one requested, or the default.
+    Raises UsageError: the lengths cannot be read, or the model has fewer positions."""
+    geometry = subject.geometry
     max_tokens = None if geometry is None else geometry.max_positions
-    if options.lengths is not None:
-        batches = parse_lengths(options.lengths).batches(options.batch_size, requested or max_tokens or 1 << 30)
+    if lengths is not None:
+        batches = parse_lengths(lengths).batches(batch_size, requested or max_tokens or 1 << 30)
         return max(longest for _, longest in islice(batches, MANY_STEPS))
     if requested is None:
         return DEFAULT_CONTEXT if max_tokens is None else min(DEFAULT_CONTEXT, max_tokens)

@@ -91,12 +91,9 @@ def combine_numerics(fixes: Sequence[str]) -> catalog.Numerics:
     )
 
 
-def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
-    """Return `spec` with the chosen fix on; `target` has facts about the baseline run's model, such as its dtype.
-
-    Raises UsageError if the fix is on already, conflicts with a fix that is on, or has no effect in this mode. Errors
-    that depend on the built model are raised when the fix is applied to the model.
-    """
+def check_fix(spec: TargetSpec, chosen: ChosenFix) -> None:
+    """Raise UsageError if the fix is on in `spec` already, conflicts with a fix that is on, has no effect in this mode,
+    or lacks its value: what is known before a run."""
     fix = chosen.fix
     # A fix that does nothing in this mode gets no other error.
     for active_name in [] if fix.training_only and spec.mode is Mode.INFERENCE else catalog.list_active_fixes(spec):
@@ -105,10 +102,19 @@ def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) ->
         catalog.check_conflicts(fix, {active_name})
     if (reason := catalog.find_useless_reason(fix, spec)) is not None:
         raise make_error(fix, *reason)
-    option = fix.main_option
-    if option in fix.required and chosen.value is None:
-        hint = f"write {fix.name}=VALUE: {fix.options[option]}"
+    if fix.main_option in fix.required and chosen.value is None:
+        hint = f"write {fix.name}=VALUE: {fix.options[fix.main_option]}"
         raise UsageError(f"{fix.name} needs a value", value=fix.name, hint=hint)
+
+
+def edit_spec(spec: TargetSpec, chosen: ChosenFix, target: Mapping[str, Any]) -> TargetSpec:
+    """Return `spec` with the chosen fix on; `target` has facts about the baseline run's model, such as its dtype.
+
+    Raises UsageError as `check_fix`. Errors that depend on the built model are raised when the fix is applied to the
+    model.
+    """
+    check_fix(spec, chosen)
+    fix = chosen.fix
     value = None if chosen.value is None else _parse_value(fix, chosen.value)
     edited: TargetSpec | None = None
     if fix.alloc_conf:

@@ -78,7 +78,7 @@ def _describe_progress(trace: Trace) -> str:
     for event in reversed(trace.events[-_MAX_EVENTS_SEARCHED:]):
         if event.kind is EventKind.PHASE:
             kind = trace.phases[event.ref].kind
-            return "" if kind is PhaseKind.MODEL else kind.value
+            return "" if kind in (PhaseKind.MODEL, PhaseKind.OTHER) else kind.value
         if event.kind is EventKind.ENTER and modules[event.ref].role is ModuleRole.LAYER:
             layers = [index for index, one in enumerate(modules) if (one.role, one.stack) == modules[event.ref][2:]]
             return f"layer {layers.index(event.ref) + 1} of {len(layers)}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.flows.recordings import GZIP_MAGIC, PICKLE_MAGIC, open_file, read_head
+from memprof.flows.recordings import open_file
 from memprof.flows.saved_files import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
@@ -19,6 +19,7 @@ from memprof.report.documents.report import Report
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import ComparedRun, convert_recording, convert_report
 from memprof.report.matching.tolerance import Tolerance
+from memprof.trace.files import GZIP_MAGIC, PICKLE_MAGIC, read_head
 
 _FILE_KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch"
 

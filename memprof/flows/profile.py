@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable
 
 from memprof.allocator import CurrentSettings
@@ -29,7 +30,9 @@ from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
 from memprof.watch.collection import freeze_existing_objects
-from memprof.workload.plan import parse_plan
+from memprof.workload.lengths import parse_lengths
+from memprof.workload.models import find_source, find_source_without_imports
+from memprof.workload.plan import check_plan, parse_plan
 
 
 def profile(
@@ -39,6 +42,20 @@ def profile(
     trace = capture_trace(spec, progress)
     progress("accounting")
     return trace, analyze(trace, with_details=with_details)
+
+
+def check_inputs(spec: TargetSpec) -> None:
+    """Raise UsageError if `spec` names a GPU, allocator settings, a model, lengths or a plan that do not exist, or do
+    not go together. Imports no torch: what a search finds wrong only in its first run, the user learns at once."""
+    find_spec_gpu(spec)
+    resolve_settings(spec.alloc_conf)
+    source = find_source_without_imports(spec)
+    if spec.lengths is not None:
+        parse_lengths(spec.lengths)
+    if spec.parallel is not None:
+        plan = parse_plan(spec.parallel, spec.gpus)
+        if source is not None:
+            check_plan(plan, spec, source.task, source.config)
 
 
 def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda _: None) -> Trace:
@@ -57,17 +74,18 @@ def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda _: 
 
 
 def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
-    # Imported here: reading a capture and --help need no torch.
-    from memprof.flows.capture import capture_measured, capture_virtual
-    from memprof.workload.models import find_source
-    from memprof.workload.step import Workload
-
     gpu = find_spec_gpu(spec)
     device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
     current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
+    # Of later runs of a search nothing is imported any more.
+    is_imported = {"torch", "transformers"} <= sys.modules.keys()
+    progress("building the model" if is_imported else "importing torch and the model's code")
     source = find_source(spec)
-    progress("importing torch and the model's code")
+    # Imported here: reading a capture and --help need no torch, nor does a model that does not exist.
+    from memprof.flows.capture import capture_measured, capture_virtual
+    from memprof.workload.step import Workload
+
     apply_fixes = None
     if spec.fixes:
         from memprof.fixes import spec_fixes
@@ -140,6 +158,8 @@ def resolve_device(
 ) -> tuple[TargetSpec, Trace | None]:
     """Return `spec` set to run on the CUDA GPU if a simulation fits its free memory; else on a virtual GPU, with the
     trace of the simulation. Without a GPU, return `spec` unchanged."""
+    if "torch" not in sys.modules:
+        progress("importing torch")
     from memprof.measured.cuda import cuda_unavailable_reason, current_gpu
 
     if cuda_unavailable_reason() is not None:

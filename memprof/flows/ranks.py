@@ -17,16 +17,17 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.rank_reports import merge_traces
+from memprof.flows.script import capture_run, resolve_process
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
+from memprof.script.launchers import ProcessSelection, ProcessStart, parse_ranks
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.units import format_ranges
 
 if TYPE_CHECKING:
-    from memprof.script.launchers import ProcessStart
     from memprof.script.ranks import RankResult
 
 
@@ -45,33 +46,12 @@ class RanksRun:
     traceback: str = ""  # the traceback of the rank that failed first
 
 
-def parse_ranks(text: str, size: int) -> list[int]:
-    """Return the ranks that `text` names: `all`, or ranks and ranges such as `0,3,5-7`; UsageError: unknown ranks."""
-    if text.strip() == "all":
-        return list(range(size))
-    ranks: set[int] = set()
-    for part in text.split(","):
-        first, *rest = part.strip().split("-", 1)
-        last = rest[0] if rest else first
-        if not (first.isdigit() and last.isdigit()):
-            raise UsageError("--ranks takes numbers", value=text, hint="for instance all, 0,3 or 0-3")
-        rank_range = range(int(first), int(last) + 1)
-        if not rank_range or rank_range[-1] >= size:
-            raise UsageError("there is no such rank", value=f"--ranks {text} of {size}", hint="ranks count from 0")
-        ranks |= set(rank_range)
-    return sorted(ranks)
-
-
 def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
     """Run the ranks `spec.ranks` (None: all) of `program` together, until `rule` stops them, all end, or one fails.
 
     `spec.rank` is shown in full (None: the rank that requires most memory). If the launcher starts no process, return
     its outcome. Raises UsageError: unknown ranks, or too little host memory.
     """
-    from memprof.script.capture import resolve_process
-    from memprof.script.launchers import ProcessSelection
-    from memprof.script.ranks import check_host_memory, run_ranks_together
-
     program.check()
     is_measured = spec.device != "virtual"
     ranks_option, rank = spec.ranks or "all", spec.rank
@@ -91,6 +71,8 @@ def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | Scr
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {format_ranges(numbers)}")
     if is_measured:
         _check_measurable(program, first_start, numbers, spec.device)
+    from memprof.script.ranks import check_host_memory, run_ranks_together  # needs torch
+
     check_host_memory(len(numbers))
     starts: dict[int, ProcessStart] = {}
     for number in numbers:
@@ -139,7 +121,6 @@ def _run_rank(
         from memprof.measured.cuda import set_current_gpu
 
         set_current_gpu(starts[channel.rank].rank % starts[channel.rank].gpus)
-    from memprof.flows.script import capture_run
     from memprof.script.program import format_traceback
     from memprof.script.ranks import RankResult
 

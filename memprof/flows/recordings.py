@@ -33,12 +33,10 @@ from memprof.snapshots.slices import build_slices, list_annotations, list_event_
 from memprof.snapshots.steps import MIN_STEPS, find_steps
 from memprof.trace.columns import OOM
 from memprof.trace.events import CPU, EventKind, Trace
-from memprof.trace.files import check_output_path
+from memprof.trace.files import GZIP_MAGIC, PICKLE_MAGIC, check_output_path, read_head
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
 
-GZIP_MAGIC = b"\x1f\x8b"
-PICKLE_MAGIC = b"\x80"
 PICKLE_PROTOCOL_4 = b"\x80\x04"  # head of pickle protocol 4, the first that numbers its memo in order
 _FILE_KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
@@ -57,20 +55,6 @@ class OpenedFile:
         if self.converted is not None:
             return self.converted.slices
         return build_slices(recording, self.snapshot.annotations)
-
-
-def read_head(path: Path, kinds: str) -> bytes:
-    """Return the first 64 bytes of a file; raise UsageError, which suggests `kinds`, if unreadable or empty."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise UsageError(
-            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {kinds}"
-        ) from None
-    if not head:
-        raise UsageError("the file is empty", value=path, hint=f"give {kinds}")
-    return head
 
 
 def open_file(path: Path, progress: Callable[[str], None] = lambda _: None) -> OpenedFile:

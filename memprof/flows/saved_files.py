@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memprof.errors import UsageError
-from memprof.flows.account import analyze
-from memprof.flows.recordings import GZIP_MAGIC, read_head
-from memprof.ledger.ledger import EmptyTraceError
-from memprof.report.documents import analysis, comparison
-from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.report import SCHEMA, Report
-from memprof.trace.io import load_trace
-from memprof.trace.old_names import rename_old
+from memprof.trace.files import GZIP_MAGIC, read_head
 
-# Value of `command` in the JSON -> type of the document, and the newest schema that is read.
-_OTHER_DOCUMENTS: dict[str, tuple[type[Analysis | Comparison], int]] = {
-    "analyze": (Analysis, analysis.SCHEMA),
-    "compare": (Comparison, comparison.SCHEMA),
-}
-SavedDocument = Report | Analysis | Comparison
+# What reads a document is imported where one is read: a file of another kind is refused without it.
+if TYPE_CHECKING:
+    from memprof.report.documents.analysis import Analysis
+    from memprof.report.documents.comparison import Comparison
+    from memprof.report.documents.report import Report
+
+    SavedDocument = Report | Analysis | Comparison
 _FILE_KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
 
 
@@ -67,6 +61,10 @@ def is_json(head: bytes) -> bool:
 
 def load_capture(path: Path, alloc_conf: str | None = None, gpu: int | None = None, rank: int | None = None) -> Report:
     """Return the report of a capture; raise UsageError if the file is no capture, damaged or empty."""
+    from memprof.flows.account import analyze
+    from memprof.ledger.ledger import EmptyTraceError
+    from memprof.trace.io import load_trace
+
     try:
         return analyze(load_trace(path), alloc_conf, gpu=gpu, rank=rank)
     except EmptyTraceError as error:
@@ -83,8 +81,17 @@ def load_json(path: Path) -> SavedDocument:
         raise UsageError(
             "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
         ) from None
+    from memprof.report.documents import analysis, comparison
+    from memprof.report.documents.report import SCHEMA, Report
+    from memprof.trace.old_names import rename_old
+
+    # Value of `command` in the JSON -> type of the document, and the newest schema that is read.
+    other_documents: dict[str, tuple[type[Analysis | Comparison], int]] = {
+        "analyze": (analysis.Analysis, analysis.SCHEMA),
+        "compare": (comparison.Comparison, comparison.SCHEMA),
+    }
     command = str(json_value.get("command")) if isinstance(json_value, dict) else ""
-    document_type, newest_schema = _OTHER_DOCUMENTS.get(command, (Report, SCHEMA))
+    document_type, newest_schema = other_documents.get(command, (Report, SCHEMA))
     required_keys = {"schema", "peak", "stages"} if document_type is Report else {"schema"}
     if not isinstance(json_value, dict) or not required_keys <= set(json_value):
         raise UsageError("not a report of memprof profile", value=path, hint=f"give {_FILE_KINDS}")

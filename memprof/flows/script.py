@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 
 from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import make_run_command
+from memprof.device.catalog import Gpu
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
+from memprof.script.launchers import ProcessSelection, ProcessStart, find_missing_variable
 from memprof.trace.events import PhaseKind, Trace
 from memprof.trace.facts import ProgramFacts, RankFacts
 
 if TYPE_CHECKING:
-    from memprof.script.launchers import ProcessStart
     from memprof.virtual.peers.channel import Channel
 
 OOM_END_NOTE = (
@@ -47,9 +48,6 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
 
     Raises UsageError: the script does not exist, or a fix cannot be switched on from outside.
     """
-    from memprof.script.capture import resolve_process  # imported here: --help needs no torch
-    from memprof.script.launchers import ProcessSelection
-
     program.check()
     start: ProcessStart | None = None
     if spec.device == "virtual":
@@ -62,6 +60,19 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     with contextlib.suppress(EmptyTraceError):
         document = analyze(trace, gpu=spec.shown_gpu)
     return DryRun(trace, outcome, document)
+
+
+def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
+    """Return the selected process of `program`, or the outcome if its launcher ends by itself (`--help`).
+    Raises UsageError if the rank does not exist, or there are too few GPUs. Only a launcher needs torch for it.
+    """
+    if not program.has_launcher:
+        return program.start(selection)
+    from memprof.stubs.extension import extensions
+    from memprof.virtual import VirtualGpu
+
+    with VirtualGpu(gpu, gpus=selection.gpus or 1, extensions=extensions()):
+        return program.start(selection)
 
 
 def capture_run(
@@ -141,8 +152,6 @@ def capture_run(
 
 def _suggest_torchrun(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
     """Return a hint to use torchrun, if the script failed because a launcher's variable is not set; else empty."""
-    from memprof.script.launchers import find_missing_variable
-
     variable = find_missing_variable(outcome.error)
     if not variable or program.has_launcher:
         return ""

@@ -13,17 +13,15 @@ from typing import NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from memprof.device.catalog import Gpu
 from memprof.measured import MeasuredDevice
 from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
-from memprof.script.launchers import ProcessSelection, ProcessStart
+from memprof.script.launchers import ProcessStart
 from memprof.script.loops import Position, estimate_total_steps, find_position
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
-from memprof.stubs.extension import extensions
 from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
@@ -129,7 +127,7 @@ def capture_script(
         device: the virtual GPU that is the program's "cuda", or the device on which the run is measured.
         before_forward: called with the model and the optimizers before each outermost call of a model.
         worst_batch: whether data loaders yield their largest batch first, and only that in the first two steps.
-        start: the process of the program to run, from `resolve_process`; None: `Program.start` determines it.
+        start: the process of the program to run; None: `Program.start` determines it.
         channel: connection to the other ranks, which can stop the script; None: a single process.
     """
     if isinstance(device, VirtualGpu):
@@ -192,15 +190,6 @@ def capture_script(
     if ran_out_of_memory:
         outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, live_state=outcome.live_state)
     return trace, outcome
-
-
-def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
-    """Return the selected process of `program`, or the outcome if its launcher ends by itself (`--help`).
-    Raises UsageError if the rank does not exist, or there are too few GPUs."""
-    if not program.has_launcher:
-        return program.start(selection)
-    with VirtualGpu(gpu, gpus=selection.gpus or 1, extensions=extensions()):
-        return program.start(selection)
 
 
 def _run(

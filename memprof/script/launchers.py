@@ -88,6 +88,23 @@ def _check_rank(rank: int, size: int) -> None:
         raise UsageError("there is no such rank", value=f"--rank {rank} of {size}", hint="ranks count from 0")
 
 
+def parse_ranks(text: str, size: int) -> list[int]:
+    """Return the ranks that `text` names: `all`, or ranks and ranges such as `0,3,5-7`; UsageError: unknown ranks."""
+    if text.strip() == "all":
+        return list(range(size))
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, *rest = part.strip().split("-", 1)
+        last = rest[0] if rest else first
+        if not (first.isdigit() and last.isdigit()):
+            raise UsageError("--ranks takes numbers", value=text, hint="for instance all, 0,3 or 0-3")
+        rank_range = range(int(first), int(last) + 1)
+        if not rank_range or rank_range[-1] >= size:
+            raise UsageError("there is no such rank", value=f"--ranks {text} of {size}", hint="ranks count from 0")
+        ranks |= set(rank_range)
+    return sorted(ranks)
+
+
 class _LaunchedProcess:
     """Selected process of a launcher that starts `processes[i]` of them on machine i; UsageError if it cannot exist."""
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from memprof.errors import MemprofError, UsageError
 
+GZIP_MAGIC = b"\x1f\x8b"  # the first bytes of a capture
+PICKLE_MAGIC = b"\x80"  # the first byte of a snapshot of torch
 _PROBE_BYTES = 4096  # bytes at a file's begin and end that show whether memprof wrote the file
 
 
@@ -30,6 +32,20 @@ class FileKind:
 def csv_kind(name: str, option: str, header: bytes) -> FileKind:
     """Return the kind of a CSV file that begins with the line `header`, by which memprof recognizes its own files."""
     return FileKind(name, option, lambda begin, end: begin.startswith(header + b"\n"))
+
+
+def read_head(path: Path, kinds: str) -> bytes:
+    """Return the first 64 bytes of a file; raise UsageError, which suggests `kinds`, if unreadable or empty."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise UsageError(
+            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {kinds}"
+        ) from None
+    if not head:
+        raise UsageError("the file is empty", value=path, hint=f"give {kinds}")
+    return head
 
 
 def write_atomically(path: Path, data: bytes, file_kind: FileKind, *, force: bool = False) -> None:

@@ -50,26 +50,46 @@ class ModelSource:
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
-    """Return the source of `spec.model`; raise UsageError if there is no such model."""
+    """Return the source of `spec.model`; raise UsageError if there is no such model, or `spec` does not suit it."""
+    source = _make_source(spec)
+    if spec.new_tokens is not None and source.task != "causal-lm":
+        raise UsageError(
+            "--new-tokens is for causal language models",
+            value=f"{source.name} ({source.task})",
+            hint="leave it out: one forward is run",
+        )
+    return source
+
+
+def find_source_without_imports(spec: TargetSpec) -> ModelSource | None:
+    """Return `find_source(spec)`, or None if that would import the user's code, or ask the hub for a configuration.
+    Raises UsageError as `find_source`, and also if the file of the user's code does not exist."""
+    if not spec.model_is_size and not has_model(spec.model):
+        target, factory = _split_factory(spec)
+        if factory:
+            _check_file(target)
+            return None
+        if _is_hub_id(spec.model):
+            return None
+    return find_source(spec)
+
+
+def _make_source(spec: TargetSpec) -> ModelSource:
     if spec.model_is_size:
         return _make_catalog_source(resolve_size(spec.model), spec)
     name = spec.model
     if has_model(name):
         return _make_catalog_source(find_model(name), spec)
-    target, separator, factory = name.rpartition(":")
-    if separator and factory.isidentifier():
-        if spec.quantize is not None:
-            raise UsageError(
-                "--quantize is for models of transformers", value=name, hint="let the factory build quantized layers"
-            )
+    target, factory = _split_factory(spec)
+    if factory:
         return _make_factory_source(target, factory, spec)
     if name.endswith(".py"):
         raise UsageError("a Python file needs the name of a factory", value=name, hint=f"write {name}:build_model")
+    if _is_hub_id(name):
+        return _make_hub_source(name, spec)
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
         return _make_folder_source(path, spec)
-    if "/" in name and not name.startswith(("/", ".")):
-        return _make_hub_source(name, spec)
     closest = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
     hint = f"did you mean {closest!r}?" if closest else "`memprof models` lists the catalog"
     raise UsageError(
@@ -77,9 +97,27 @@ def find_source(spec: TargetSpec) -> ModelSource:
     )
 
 
+def _split_factory(spec: TargetSpec) -> tuple[str, str]:
+    """Return file (or module) and function of a model of the user's own; two empty texts for any other model."""
+    target, separator, factory = spec.model.rpartition(":")
+    if not separator or not factory.isidentifier():
+        return "", ""
+    if spec.quantize is not None:
+        raise UsageError(
+            "--quantize is for models of transformers", value=spec.model, hint="let the factory build quantized layers"
+        )
+    return target, factory
+
+
+def _is_hub_id(name: str) -> bool:
+    """Return whether `name`, which is not in the catalog, may be a model of the hub: it is not the path of a file."""
+    is_file = Path(name).expanduser().exists() or name.endswith((".json", ".py"))
+    return "/" in name and not name.startswith(("/", ".")) and not is_file
+
+
 def _make_catalog_source(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
-    dtype, reasons = _choose_dtype(entry.checkpoint_dtype, spec)
+    dtype, reasons = choose_dtype(entry.checkpoint_dtype, spec)
     name, hub_id = (entry.key, "") if spec.model_is_size else entry.resolve_alias(spec.model)
     notes = [
         entry.note if entry.synthesized else f"Model: {hub_id or entry.hf_id} as {entry.architecture}.",
@@ -181,7 +219,7 @@ def _make_configuration_source(name: str, config: dict[str, Any], spec: TargetSp
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
     stored = checkpoint_format(config, origin)
-    dtype, reasons = _choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
+    dtype, reasons = choose_dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
     notes = [f"Model: {name} as {architecture}.", *reasons]
     find_classes = functools.partial(_import_classes, architecture, str(config.get("model_type")))
     reference = find_code_reference(config, architecture)
@@ -222,7 +260,8 @@ def _make_transformers_source(
     notes += attention.check(spec, name, task, config)
     if spec.vocab_size is not None:
         if config.get("vocab_size") is None:  # speech encoders have null there until a tokenizer is known
-            raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
+            problem = "--vocab-size does not apply: the model has no vocabulary"
+            raise UsageError(problem, value=name, hint="leave it out")
         notes.append(f"Vocabulary of {spec.vocab_size:,} instead of {config['vocab_size']:,}.")
         config = {**config, "vocab_size": spec.vocab_size}
 
@@ -319,7 +358,8 @@ def _find_max_positions(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
+def choose_dtype(checkpoint: str, spec: TargetSpec, stored: WeightFormat | None = None) -> tuple[str, list[str]]:
+    """Return the dtype of a model whose published weights are in the dtype `checkpoint`, and notes on the choice."""
     if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
         return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
@@ -378,12 +418,18 @@ def _make_factory_source(target: str, factory: str, spec: TargetSpec) -> ModelSo
     )
 
 
+def _check_file(name: str) -> None:
+    """Raise UsageError if `name` is that of a Python file that does not exist."""
+    path = Path(name).expanduser()
+    if name.endswith(".py") and not path.is_file():
+        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
+
+
 def _import_module(name: str) -> ModuleType:
     """Import and return module `name`, or file `name` with its folder on sys.path; raise UsageError if that fails."""
+    _check_file(name)
     path = Path(name).expanduser()
     is_file = name.endswith(".py")
-    if is_file and not path.is_file():
-        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
     display_name = str(path) if is_file else name
     folder = str(path.resolve().parent) if is_file else ""
     sys.path.insert(0, folder)

@@ -56,7 +56,7 @@ def run_all(
     """Return the result of each of `tasks`, or the MemprofError that the task raises, in the order of `tasks`.
 
     Results must be picklable. A task runs in a worker process, or in this one if the worker ends without a result;
-    other side effects stay in that process. `progress` gets messages such as "3 of 8 done".
+    other side effects stay in that process. `progress` gets messages from "0 of 8 done" on.
     """
     max_workers = min(count_workers(), len(tasks))
     if max_workers < 2:
@@ -64,6 +64,7 @@ def run_all(
     results: dict[int, Any] = {}
     running: dict[Connection, tuple[int, Any]] = {}
     pending = list(enumerate(tasks))
+    progress(f"0 of {len(tasks)} done")
     try:
         while pending or running:
             while pending and len(running) < max_workers:

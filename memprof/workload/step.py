@@ -296,12 +296,6 @@ class Workload:
             if task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
-            if task != "causal-lm":
-                raise UsageError(
-                    "--new-tokens is for causal language models",
-                    value=f"{type(base).__name__} ({task})",
-                    hint="leave it out: one forward is run",
-                )
             with torch.no_grad(), self._autocast(device.name):
                 generate.generate(device, model, base, batch, self.spec.new_tokens, indices)
             return

@@ -27,6 +27,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _4B = "profile --model-size 4B --context-length 131072"
 _ANSWERS = (0, 3, 4)  # exit codes; the others are errors
+_REFUSED = (2,)
+# A command until the first line of its progress stands, as on a terminal.
+_FIRST_LINE = """
+import os
+from memprof.cli import progress
+progress.Progress.shows_estimates = True
+progress.Progress.show_estimate = lambda *arguments: os._exit(0)
+from memprof.cli.main import run
+run("{}".split())
+"""
 NOISE = 1.15  # medians of five of one command, minutes apart, differ by a tenth
 
 
@@ -52,12 +62,18 @@ class Command:
     bar: Bar | None = None
     code: bool = False
     again: bool = False  # the second call counts, with what the first has cached
+    exit_codes: tuple[int, ...] = _ANSWERS
 
 
 TORCH = Command("import torch", code=True)
 COMMANDS = {
     "help": Command("--help", Bar(0.1)),
     "estimate": Command("estimate --params 1.2B", Bar(0.15, is_met=False)),  # Typer imports pydantic
+    "wrong": Command("run nosuch.py", Bar(0.3), exit_codes=_REFUSED),
+    "wrong-model": Command("profile --model nosuch --gpu h100-80gb", Bar(0.3), exit_codes=_REFUSED),
+    "first": Command(_FIRST_LINE.format(_4B), Bar(0.45), code=True),
+    "first-auto": Command(_FIRST_LINE.format(f"{_4B} --fix auto"), Bar(0.45), code=True),
+    "first-search": Command(_FIRST_LINE.format("recommend --model llama-3.1-8b"), Bar(0.45), code=True),
     "libraries": Command(
         "import torch, torch._dynamo; import transformers.models.qwen3.modeling_qwen3, transformers.generation",
         code=True,
@@ -101,8 +117,8 @@ def took(command: Command, checkout: Path, cache: str) -> Took:
         cwd=checkout, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     code, seconds, processor, kib = done.stdout.split()
-    if int(code) not in _ANSWERS:
-        raise SystemExit(f"{command.words} failed with {code}")
+    if int(code) not in command.exit_codes:
+        raise SystemExit(f"{command.words.strip()} failed with {code}")
     return Took(float(seconds), float(processor), int(kib) * 1024)
 
 
@@ -127,7 +143,7 @@ def main() -> int:
         compileall.compile_dir(checkout / "memprof", quiet=2)
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "?"
     print(f"{os.cpu_count()} CPUs, load {load}, medians of {options.repeat}, python {sys.version.split()[0]}")
-    print(f"{'':10}{'seconds':>9}{'processor':>11}{'GiB':>6}{'torch':>7}{'ratio':>7}{'before':>8}{'bar':>6}")
+    print(f"{'':12}{'seconds':>9}{'processor':>11}{'GiB':>6}{'torch':>7}{'ratio':>7}{'before':>8}{'bar':>6}")
     failed = False
     for name in options.only:
         command = COMMANDS[name]
@@ -141,7 +157,7 @@ def main() -> int:
         *before, now = (statistics.median(one.seconds for one in runs[checkout]) for checkout in checkouts)
         processor = statistics.median(one.processor_seconds for one in runs[ROOT])
         peak = max(one.peak_bytes for one in runs[ROOT])
-        line = f"{name:10}{now:>9.2f}{processor:>11.2f}{peak / (1 << 30):>6.2f}{alone:>7.2f}{now / alone:>7.2f}"
+        line = f"{name:12}{now:>9.2f}{processor:>11.2f}{peak / (1 << 30):>6.2f}{alone:>7.2f}{now / alone:>7.2f}"
         line += f"{before[0] / alone:>8.2f}" if before else " " * 8
         if command.bar is not None:
             verdict = command.bar.judge(now / alone)

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from memprof.errors import UsageError
-from memprof.flows.ranks import parse_ranks
+from memprof.script.launchers import parse_ranks
 from tests.lanes import by_day
 from tests.processes import ROOT, Done, python
 

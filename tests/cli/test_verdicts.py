@@ -99,6 +99,66 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away():
     shown.end()
 
 
+ESTIMATE = """
+import time
+from memprof.cli import progress
+progress._FIRST_DELAY = progress._REDRAW_INTERVAL = 0.05
+with progress.Progress({}) as show:
+    show.show_estimate("about 710 GiB, does not fit")
+    time.sleep(0.15)
+    show("building")
+    time.sleep(0.2)
+    show("with " + "x" * 40)
+    time.sleep(0.2)
+print("done")
+"""
+
+
+def test_an_estimate_stands_at_once_and_goes_where_there_is_no_room():
+    shown = Terminal([sys.executable, "-c", ESTIMATE.format("")], {**os.environ, "PYTHONPATH": str(ROOT)}, columns=90)
+    assert shown.wait() == 0
+    lines = list(dict.fromkeys(shown.received.split("\r\033[K")))
+    assert lines[1] == "memprof: about 710 GiB, does not fit; running it..."
+    assert lines[2] == "memprof: about 710 GiB, does not fit; building (0 s)"
+    assert lines[3] == f"memprof: with {'x' * 40} (0 s)"
+    assert shown.screen.text.split() == ["done"]
+    shown.end()
+
+
+def test_no_estimate_is_drawn_in_a_pipe_or_where_quiet(capsys):
+    with progress.Progress() as piped:
+        assert not piped.shows_estimates
+        piped.show_estimate("about 710 GiB, does not fit")
+    assert capsys.readouterr().err == ""
+    code = ESTIMATE.format("quiet=True")
+    shown = Terminal([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}, columns=90)
+    assert shown.wait() == 0 and shown.received.split() == ["done"]
+    shown.end()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("profile --model llama-3.1-70b", " GiB, does not fit the h100-80gb"),
+        ("profile --model qwen3-0.6b --gpus 2 --parallel fsdp", " GiB of each GPU, fits the h100-80gb"),
+        ("profile --model llama-3.1-8b --gpu rtx-4090 --fix auto", "GiB without fixes, does not fit the rtx-4090"),
+        (
+            "recommend --model llama-3.1-8b --gpu rtx-4090",
+            "checkpointing and a chunked loss, does not fit the rtx-4090",
+        ),
+        ("recommend --model qwen3-0.6b --mode inference", "GiB with bfloat16 weights, fits the h100-80gb"),
+    ],
+)
+def test_a_command_says_first_what_the_closed_form_says(words, line):
+    command = [sys.executable, "-m", "memprof", *words.split(), "--no-cache"]
+    shown = Terminal(command, {**os.environ, "PYTHONPATH": str(ROOT)}, columns=120)
+    try:
+        shown.wait_for("; running it...")
+        assert line in shown.received
+    finally:
+        shown.end()
+
+
 def test_layers_of_a_forward_are_counted():
     trace = Trace(modules=[Module("", "Net", ModuleRole.ROOT, "")])
     trace.modules += [Module(f"h.{n}", "Layer", ModuleRole.LAYER, "h") for n in range(3)]

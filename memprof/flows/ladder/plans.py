@@ -83,7 +83,8 @@ def _find_quickest_plan(
     while queue:
         plans, queue = [plan for plan in queue[:num_processes] if may_be_better(plan)], queue[num_processes:]
         tasks = [functools.partial(_find_plan_fixes, runs, steps_by_plan[plan]) for plan in plans]
-        for plan, result in zip(plans, run_all(tasks, progress), strict=True):
+        results = run_all(tasks, lambda done: progress(f"fixes of plans: {done}"))
+        for plan, result in zip(plans, results, strict=True):
             if isinstance(result, MemprofError):
                 raise result
             if result.fits and may_be_better(plan) and (best is None or result.seconds < best[0] * (1 - MIN_SPEEDUP)):

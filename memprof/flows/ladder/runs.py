@@ -201,7 +201,8 @@ class SpecRuns(Runs):
         from memprof.workload.pool import run_all  # needs torch
 
         tasks = [functools.partial(profile, spec, with_details=False) for spec in pending_specs]
-        self._prefetched_runs |= zip(pending_specs, run_all(tasks, self._progress), strict=True)
+        results = run_all(tasks, lambda done: self._progress(f"sets of fixes: {done}"))
+        self._prefetched_runs |= zip(pending_specs, results, strict=True)
 
     def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that the spec already has."""

@@ -77,7 +77,8 @@ def recommend_largest_models(spec: TargetSpec, progress: Callable[[str], None]) 
             max((spec for _, spec in kinds), key=lambda spec: (spec.quantize is not None, spec.adapter is not None))
         )
     rows = simulator.run_searches(
-        [functools.partial(_find_largest, simulator, spec, task, context_length=context_length) for task, _ in kinds]
+        [functools.partial(_find_largest, simulator, spec, task, context_length=context_length) for task, _ in kinds],
+        "largest models",
     )
     return Recommendation(
         device=make_device_facts(gpu, spec.host_memory_bytes),

@@ -53,7 +53,9 @@ def recommend(
         limits = [functools.partial(search.find_batch_limit, chosen)]
         if target.vocab_size is not None:
             limits.append(functools.partial(search.find_context_limit, chosen, target.max_positions))
-        fields = dict(zip(("batch", "context"), simulator.run_searches(limits), strict=False))
+        fields = dict(
+            zip(("batch", "context"), simulator.run_searches(limits, "largest batch and context"), strict=False)
+        )
         fields["snippets"] = build_scripts(chosen.plan, chosen.outcome.spec, chosen.accumulation)
     else:
         fields["alternatives"] = find_alternatives(search, example_run)

@@ -70,7 +70,7 @@ class Simulator:
 
     def preload_imports(self, spec: TargetSpec) -> None:
         """Run a small model with the options of `spec`, so that workers forked afterwards share its imports."""
-        self.progress("importing torch and the model's code")
+        self.progress("importing torch and the libraries")
         if _has_workers():
             small_spec = spec.edit(
                 model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None,
@@ -91,10 +91,11 @@ class Simulator:
             from memprof.workload.pool import run_all
 
             tasks = [functools.partial(self._run, *key) for key in pending_runs]
-            self._prefetched_runs |= zip(pending_runs, run_all(tasks, self.progress), strict=True)
+            self._prefetched_runs |= zip(pending_runs, run_all(tasks, self._report("configurations")), strict=True)
 
-    def run_searches(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run independent searches in parallel, each with a copy of this simulator; return their results in order."""
+    def run_searches(self, tasks: Sequence[Callable[[], Result]], work: str) -> list[Result]:
+        """Run independent searches in parallel, each with a copy of this simulator; return their results in order.
+        `work` says in progress lines what is searched."""
         if len(tasks) < 2 or not _has_workers():
             return [task() for task in tasks]
         from memprof.workload.pool import run_all
@@ -104,7 +105,7 @@ class Simulator:
             return task(), self._outcome_by_run, self.error_by_label, self.last_error
 
         results = []
-        for search_result in run_all([functools.partial(search, task) for task in tasks], self.progress):
+        for search_result in run_all([functools.partial(search, task) for task in tasks], self._report(work)):
             if isinstance(search_result, MemprofError):
                 raise search_result
             result, outcomes, errors, last_error = search_result
@@ -113,6 +114,10 @@ class Simulator:
             self.last_error = last_error or self.last_error
             results.append(result)
         return results
+
+    def _report(self, work: str) -> Callable[[str], None]:
+        """Return a function that reports how much of `work` is done."""
+        return lambda done: self.progress(f"{work}: {done}")
 
     def find_run_limit(
         self,

@@ -77,10 +77,8 @@ def verify(
     trust_remote_code: bool = False,
 ) -> Verification:
     """Verify `fixes` (default: all) on `models` (default: the small models of `SPECIMENS`); return the results.
-    Raises UsageError: an unknown fix or model, or fewer than one seed."""
+    Raises UsageError: an unknown fix or model."""
     chosen = [fix for name in fixes for fix in find_fixes([name])] or list(FIXES.values())
-    if seeds < 1:
-        raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
     is_parallel = not models and count_workers() > 1

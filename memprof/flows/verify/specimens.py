@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from memprof.errors import UsageError
+from memprof.flows.verify.models import check_task, make_spec
 from memprof.spec import TargetSpec
+from memprof.workload.models import find_source
 
 VOCAB_SIZE = 131
 NUM_TOKENS = 24
@@ -164,13 +165,9 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
     `notes` receives notes on the model. Raises UsageError: the model does not exist or is no causal language model."""
     if name in SPECIMENS:
         return SPECIMENS[name]
-    from memprof.workload.models import find_source
-
-    spec = TargetSpec(model=name, dtype="float32", attention="eager", trust_remote_code=trust_remote_code)
-    source = find_source(spec)
-    if source.task != "causal-lm" or source.vocab_size is None:
-        hint = "small ones are there by name: " + ", ".join(SPECIMENS)
-        raise UsageError("memprof verify needs a causal language model", value=f"{name}: {source.task}", hint=hint)
+    source = find_source(make_spec(name, trust_remote_code))
+    check_task(name, source)
+    assert source.vocab_size is not None
     notes += source.notes
     limit = source.max_positions or 1024
     build = functools.partial(_build_for_training, source.build)

@@ -25,6 +25,7 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import Report
 from memprof.report.page.figures import COLOURS
+from memprof.report.page.file_kind import PAGE, PAGE_START
 from memprof.report.page.library import read_plotly_script
 from memprof.report.page.moments import Moments, build_moments, find_kinds
 from memprof.report.page.sections import build_sections
@@ -34,11 +35,9 @@ from memprof.report.terminal.console import to_text
 from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.report import render
-from memprof.trace.files import FileKind, write_atomically
+from memprof.trace.files import write_atomically
 from memprof.trace.json_values import to_plain
 
-_PAGE_START = "<!DOCTYPE html>\n<!-- a page of memprof -->"
-PAGE = FileKind("page", "--html", lambda begin, end: begin.startswith(_PAGE_START.encode()))
 _MAX_ROWS = 1000  # Rows of a table: more than any comparison has.
 _UNWRAPPED_WIDTH = 10_000  # Columns of a text that the browser breaks into lines.
 # A body and its scripts, which become one function.
@@ -60,7 +59,7 @@ def render_page(document: PageDocument) -> str:
     """Return a document as an HTML page. Raises UsageError: the report is from JSON, or plotly is not installed."""
     data = _make_printable(build_run_data(document) if isinstance(document, Report) else build_sections_data(document))
     body, *scripts = _RUN_FILES if isinstance(document, Report) else _SECTION_FILES
-    return f"""{_PAGE_START}
+    return f"""{PAGE_START}
 <html lang="en">
 <head>
 <meta charset="utf-8">

@@ -62,7 +62,7 @@ def test_searches_share_what_is_known_and_what_they_find(runs):
 
         return work
 
-    (one, first), (two, _) = runs.run_searches([search(1, 2, 7), search(2, 3)])
+    (one, first), (two, _) = runs.run_searches([search(1, 2, 7), search(2, 3)], "numbers")
     assert one == [1, 2, None] and two == [2, 3]
     assert (first != os.getpid()) is (runs.processes == 2)
     assert len(runs) == 3 and runs.error_by_label == {"size 7": "seven sequences (7)"}
@@ -76,7 +76,7 @@ def test_the_first_error_is_raised(runs):
         return runs.run(spec(7), "seven")
 
     with pytest.raises(UsageError, match="seven"):
-        runs.run_searches([lambda: 1, fails])
+        runs.run_searches([lambda: 1, fails], "numbers")
 
 
 @pytest.mark.nightly
