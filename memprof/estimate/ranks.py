@@ -108,7 +108,7 @@ def build_rank(plan: ParallelPlan, stage: int = 0) -> Rank:
     return Rank(
         param_shards=shards, grad_shards=shards, state_shards=shards, replicas=plan.data * plan.sequence,
         gathers=plan.sharded, reshard=plan.reshard, tensor=plan.tensor, context=plan.context, ulysses=plan.ulysses,
-        stages=plan.stages, stage=stage, in_flight=in_flight if plan.stages > 1 else 1, microbatches=plan.microbatches,
+        stages=plan.stages, stage=stage, in_flight=in_flight, microbatches=plan.microbatches,
     )  # fmt: skip
 
 

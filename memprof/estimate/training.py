@@ -55,7 +55,7 @@ class TrainingMoments:
         if self.rank.tensor == self.rank.stages == 1:
             return memory
         share = elements.total / num_parameters
-        undivided = elements.undivided * self.plan.itemsize if self.trains_weights else 0
+        undivided = elements.undivided * self.plan.itemsize  # Adapters are not divided (workload/plan.py, check_plan).
         rank_memory = StaticMemory(*(round(num_bytes * share) for num_bytes in dataclasses.astuple(memory)))
         return dataclasses.replace(rank_memory, gradients=rank_memory.gradients + undivided)
 

@@ -41,7 +41,12 @@ def test_a_number_of_parameters_is_kept_and_its_shape_is_near():
     assert subject.num_parameters == 1_200_000_000
     assert subject.is_derived
     assert abs(subject.geometry.num_parameters / 1.2e9 - 1) < 0.02
-    assert f"{subject.geometry.hidden:,}" in subject.rule
+    assert (
+        "15 layers, hidden size 2,048, 32 heads of 64 (8 for keys and values), intermediate size 8,448, vocabulary "
+        "128,256: 1,198,585,856 parameters. Weights, gradients and optimizer state are of the 1,200,000,000 given"
+    ) in subject.rule
+    assert (subject.name, subject.checkpoint_dtype, subject.origin) == ("1.2B parameters", "bfloat16", "params")
+    assert subject.config["num_hidden_layers"] == 15
 
 
 def test_a_size_is_the_published_model():
@@ -174,3 +179,5 @@ def test_a_module_that_there_is_not_is_refused():
     with pytest.raises(UsageError, match="unknown --lora-targets") as refused:
         TINY.resolve_lora_targets("q_proj,k_prj")
     assert refused.value.hint == "did you mean 'k_proj'?"
+    with pytest.raises(UsageError, match=r"known: all-linear, down_proj, .*, v_proj"):
+        TINY.resolve_lora_targets("c_attn")

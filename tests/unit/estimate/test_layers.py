@@ -313,6 +313,54 @@ def test_a_layer(changes: dict, saved: int, num_parameters: int) -> None:
     assert tape.live == 2 * num_parameters + 128
 
 
+LLAMA = {
+    "hidden states, float32 for the norm": 256, "norm statistics": 8, "input of attention before its weight": 128,
+    "input of attention": 128, "query": 128, "key": 64, "value": 64, "attention output": 128,
+    "attention output (statistics)": 16, "residual after attention, float32 for the norm": 256,
+    "input of MLP before its weight": 128, "input of MLP": 128, "gate": UP, "activated gate": UP, "up": UP,
+    "gate times up": UP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "expected"),
+    [
+        ({}, {}, LLAMA),
+        # Query, key and value are views of one tensor; gate and up are one. Rotary positions make a query and a key.
+        ({"has_fused_qkv": True, "has_fused_gate_up": True, "family": "phi3"}, {},
+         {**{name: size for name, size in LLAMA.items() if name not in ("value", "gate", "up")},
+          "query, key, value": 256, "attention output, heads side by side": 128, "gate and up": 2 * UP}),
+        ({**PLAIN, "family": "gpt2", "activation": "gelu-python", "has_fused_qkv": True, "rotary_fraction": 0.0,
+          "has_dropout": True}, {},
+         {"hidden states": 128, "input of attention (statistics)": 8, "input of attention": 128,
+          "query, key, value": 384, "attention output": 128, "attention output (statistics)": 16,
+          "dropout (statistics)": 128, "residual after attention": 128, "input of MLP (statistics)": 8,
+          "input of MLP": 128, "MLP up": UP, "half of the input of GELU": UP, "tanh of GELU": UP,
+          "1 + tanh of GELU": UP, "activated": UP}),
+        ({"norm": "gemma", "num_norms": 4, "family": "gemma2"}, {},
+         {"hidden states, float32 for the norm": 256, "norm statistics": 16,
+          "input of attention before its weight, float32": 256, "input of attention": 128, "query": 128,
+          "key, repeated": 128, "value, repeated": 128, "attention scores, capped": 8,
+          "attention scores, float32": 16, "attention scores after softmax": 8,
+          "attention output, heads side by side": 128, "attention projection, float32 for the norm": 256,
+          "output of attention, normed before its weight, float32": 256,
+          "residual after attention, float32 for the norm": 256, "input of MLP before its weight, float32": 256,
+          "input of MLP": 128, "gate": UP, "activated gate": UP, "up": UP, "gate times up": UP,
+          "MLP down, float32 for the norm": 256, "output of MLP, normed before its weight, float32": 256}),
+        ({}, {"itemsize": 4, "amp": True, "quantize": "int4", "trains_weights": False, "lora_rank": 8,
+              "lora_targets": ("q", "v")},
+         {"hidden states": 256, "norm statistics": 8, "input of attention, cast for LoRA": 256, "LoRA": 32,
+          "query, cast": 128, "key, cast": 64, "value, cast": 64, "attention output": 128,
+          "attention output (statistics)": 16, "residual after attention": 256, "gate": 2 * UP,
+          "activated gate": 2 * UP, "up": 2 * UP}),
+    ],
+)  # fmt: skip
+def test_saved_tensors_have_names(changes: dict, setting: dict, expected: dict[str, int]) -> None:
+    """Those that `memprof estimate --explain` lists."""
+    tape, _ = record_layer(make(changes, **setting).setting)
+    assert tape.sum_saved_by_name() == expected
+
+
 @pytest.mark.parametrize(
     ("setting", "saved"),
     [
