@@ -8,6 +8,7 @@ import pytest
 
 from memprof.ledger.stage_amounts import Stage
 from memprof.report.documents.comparison import (
+    SCHEMA,
     BridgeRow,
     CategoryRow,
     Comparison,
@@ -59,13 +60,14 @@ def test_settings(a: dict, b: dict, has_all: bool, rows: list, num_same: int) ->
 
 
 def test_a_total_is_compared_if_both_know_it() -> None:
-    a = run(totals={"parameters": 100, "gradients": 7, "allocated": None})
+    a = run(totals={"parameters": 100, "gradients": 7, "buffers": 3})
     found = compare(a, run(totals={"parameters": 130, "gradients": 7, "allocated": 5}))
     assert [row.name for row in found.totals] == list(TOTALS)
     rows = {row.name: row for row in found.totals}
     assert rows["parameters"] == TotalRow("parameters", 100, 130, 30, True, False)
     assert rows["gradients"] == TotalRow("gradients", 7, 7, 0, True, True)
     assert rows["allocated"] == TotalRow("allocated", None, 5, None, False, None, "not known of both")
+    assert rows["buffers"] == TotalRow("buffers", 3, None, None, False, None, "not known of both")
     assert not found.within and found.tolerance == "0"
     within = compare(a, run(totals={"parameters": 130, "gradients": 7}), text="30", bytes=30)
     assert within.within and within.tolerance == "30"
@@ -85,12 +87,12 @@ def test_kernels_of_a_cpu_are_others_and_other_processes_are_not_simulated() -> 
 
 
 def test_ranks_with_the_same_bytes_have_one_row() -> None:
-    a, b = run(ranks={0: 10, 1: 20, 2: 20, 4: 7}), run(ranks={2: 21, 1: 21, 0: 10, 3: 9})
+    a, b = run(ranks={8: 7, 1: 20, 2: 20, 4: 10}), run(ranks={2: 21, 1: 21, 4: 10, 3: 9})
     assert compare(a, b).totals[len(TOTALS) :] == (
-        TotalRow("allocated, rank 0", 10, 10, 0, True, True),
         TotalRow("allocated, ranks 1-2", 20, 21, 1, True, False),
         TotalRow("allocated, rank 3", None, 9, None, False, None, "not run in both"),
-        TotalRow("allocated, rank 4", 7, None, None, False, None, "not run in both"),
+        TotalRow("allocated, rank 4", 10, 10, 0, True, True),
+        TotalRow("allocated, rank 8", 7, None, None, False, None, "not run in both"),
     )
     assert not compare(a, b).within and compare(a, b, bytes=1).within
     assert not any(row.compared for row in compare(a, run(on_gpu=False, ranks=b.ranks)).totals)
@@ -102,21 +104,23 @@ def stage(name: str, peak: int = 0, step: int = 1, **fields: Any) -> dict:
 
 
 def test_stages_are_in_the_order_of_both_runs_largest_difference_first() -> None:
-    a = run(stages=stage("model", 5) | stage("forward", 50) | stage("backward", 70) | stage("optimizer step", 9))
+    a = run(stages=stage("model", 5) | stage("forward", 50) | stage("head") | stage("backward", 70) | stage("step", 9))
     b = run(stages=stage("inputs", 1) | stage("model", 5) | stage("forward", 53) | stage("loss", 8) | stage("zero", 2)
             | stage("backward", 60))  # fmt: skip
     rows = compare(a, b).stages
     assert [(row.order, row.name, row.status, row.difference_bytes) for row in rows] == [
-        (5, "backward", "differs", -10),
+        (6, "backward", "differs", -10),
         (2, "forward", "differs", 3),
         (0, "inputs", "only in B", None),
         (1, "model", "same", 0),
         (3, "loss", "only in B", None),
         (4, "zero", "only in B", None),
-        (6, "optimizer step", "only in A", None),
+        (5, "head", "only in A", None),
+        (7, "step", "only in A", None),
     ]
     assert [(row.a is None, row.b is None) for row in rows] == [
         (False, False), (False, False), (True, False), (False, False), (True, False), (True, False), (False, True),
+        (False, True),
     ]  # fmt: skip
 
 
@@ -210,4 +214,4 @@ def test_findings_that_differ() -> None:
 def test_a_comparison_has_the_assumptions_of_one_run_alone() -> None:
     found = compare(run(assumptions=("both", "first")), run(assumptions=("second", "both")))
     assert (found.assumptions_only_in_a, found.assumptions_only_in_b) == (("first",), ("second",))
-    assert found.command == "compare" and found.a.file == "run.json"
+    assert (found.command, found.schema, found.a.file) == ("compare", SCHEMA, "run.json")
