@@ -17,7 +17,7 @@ from memprof.ledger.state import ModelState
 from memprof.report.documents.comparison import RunDescription, TensorGroup
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.report import FailureRow, Report
-from memprof.report.matching.runs import convert_recording, convert_report
+from memprof.report.matching.runs import BRIDGE_STEPS, TOTALS, convert_recording, convert_report
 from memprof.snapshots.recording import Recording, build_recordings
 from memprof.trace.events import PhaseKind
 from memprof.trace.snapshot import Action
@@ -164,6 +164,7 @@ def test_a_snapshot() -> None:
     assert {name: size for name, size in found.totals.items() if size is not None} == {
         "allocated": 70 * MIB, "reserved": 72 * MIB,
     }  # fmt: skip
+    assert (list(found.totals), list(found.bridge)) == (list(TOTALS), list(BRIDGE_STEPS))
     # At the allocation for which the last segment was reserved.
     assert {name: size for name, size in found.bridge.items() if size is not None} == {
         "requested by tensors": 46 * MIB - 100, "rounding": 100, "allocated": 46 * MIB, "free in segments": 26 * MIB,
