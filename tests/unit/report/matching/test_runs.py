@@ -48,7 +48,8 @@ def report(cpu: bool = False, **asked: Any) -> Report:
         bridge=None if cpu else dataclasses.replace(
             found.bridge, peak_reserved=BridgeMoment("loss", 2, 3, *range(30, 41), (), ())
         ),
-        stages=(Stage("loss", 1, 1), Stage("loss", 1, 2), Stage("loss", 2, 1)), assumptions=("one", "two"),
+        stages=(Stage("loss", 1, 1), Stage("loss", 1, 2), Stage("loss", 2, 1), Stage("loss", 1, 3)),
+        assumptions=("one", "two"),
         ranks=(rank, dataclasses.replace(rank, rank=6, peak_allocated_bytes=60)),
     )  # fmt: skip
 
@@ -74,7 +75,7 @@ def test_a_report_of_a_gpu() -> None:
         "device used": 40,
     }  # fmt: skip
     assert found.stages == dict(zip(
-        (("loss", 1, 0), ("loss", 1, 1), ("loss", 2, 0)), document.stages, strict=True
+        (("loss", 1, 0), ("loss", 1, 1), ("loss", 2, 0), ("loss", 1, 2)), document.stages, strict=True
     ))  # fmt: skip
     assert (found.categories, found.ranks, found.has_shapes) == ({"activations": 12}, {5: 50, 6: 60}, True)
     # Layers have one place; a name says more than a module.
@@ -153,7 +154,8 @@ def recording(num_other_events: int = 0) -> Recording:
 
 def test_a_snapshot() -> None:
     one = recording()
-    one.stages = [("model", 0, 2), ("forward (step 1)", 2, 10), ("empty", 3, 3), ("backward (step 12)", 10, 16)]
+    one.stages = [("model", 0, 2), ("forward (step 1)", 2, 10), ("empty", 3, 3), ("backward (step 12)", 10, 16),
+                  ("x (step 3) y", 10, 11)]  # fmt: skip
     found = convert_recording(one, "file", "max_split_size_mb:64", ("a note",))
     assert found.summary == RunDescription(
         "file", "torch snapshot", "measured", None, True, None, None, ("a note",), "backward of step 12"
@@ -176,6 +178,7 @@ def test_a_snapshot() -> None:
         ("model", 0, 0): [0, 30 * MIB, 30 * MIB, 30 * MIB, 30 * MIB - 100, 30 * MIB],
         ("forward", 1, 0): [0, 30 * MIB, 0, 44 * MIB, 30 * MIB - 100, 56 * MIB],
         ("backward", 12, 0): [0, 58 * MIB, 28 * MIB, 70 * MIB, 58 * MIB - 100, 72 * MIB],
+        ("x (step 3) y", 0, 0): [0, 30 * MIB, 0, 30 * MIB, 30 * MIB - 100, 72 * MIB],
     }
     assert found.categories == {
         "parameters": 30 * MIB, "optimizer state": 16 * MIB, "activations": 12 * MIB, "temporaries": 12 * MIB,
@@ -192,12 +195,16 @@ def test_a_snapshot() -> None:
 
 def test_equal_blocks_of_a_snapshot_are_counted() -> None:
     program = Program()
-    for _ in range(3):
-        program.malloc(12 * MIB, OPTIMIZER)
+    for size in (12, 12, 14, 12):
+        program.malloc(size * MIB, OPTIMIZER)
     (one,) = build_recordings(program.snapshot())
+    one.lives[-1].category = Category.LIBRARY_WORKSPACE
     found = convert_recording(one, "file", "", ())
-    assert [(row.num_bytes, row.count) for row in found.tensors] == [(12 * MIB, 3)]
-    assert (found.categories, found.settings["alloc_conf"]) == ({"optimizer state": 36 * MIB}, None)
+    assert [(row.num_bytes, row.count, row.category) for row in found.tensors] == [
+        (12 * MIB, 2, "optimizer state"), (14 * MIB, 1, "optimizer state"), (12 * MIB, 1, "library workspace"),
+    ]  # fmt: skip
+    # What kernels have is no category of the program's.
+    assert (found.categories, found.settings["alloc_conf"]) == ({"optimizer state": 38 * MIB}, None)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_the_row_of_a_difference_has_both_sides() -> None:
         ({"num_bytes": 4, "dtype": "bfloat16"}, ("dtype", -4)),
         ({"num_bytes": 12, "shape": (3,)}, ("shape", 4)),
         ({"num_bytes": 6, "shape": (3,), "dtype": "bfloat16"}, ("shape", -2)),
+        ({"dtype": "int32"}, ("dtype", 0)),
+        ({"num_bytes": 12}, ("dtype", 4)),  # of one shape, and stored otherwise
     ],
 )
 def test_what_differs(changes: dict[str, Any], row: tuple[str, int]) -> None:
@@ -56,10 +58,20 @@ def test_another_place_is_another_tensor(changes: dict[str, Any]) -> None:
     assert sorted(match([tensor()], [tensor(**changes)])) == [("only in A", -8), ("only in B", 8)]
 
 
+def test_a_tensor_of_one_run_hides_no_other_difference() -> None:
+    assert match([tensor(where="gone"), tensor(count=3)], [tensor(count=5)]) == [("count", 16), ("only in A", -8)]
+
+
+@pytest.mark.parametrize("changes", [{"num_bytes": 12, "shape": (3,)}, {"dtype": "int32"}])
+def test_tensors_of_another_operator_differ_in_nothing_else(changes: dict[str, Any]) -> None:
+    found = match([tensor()], [tensor(op="add", **changes)])
+    assert sorted(status for status, _ in found) == ["only in A", "only in B"]
+
+
 def test_operators_of_equal_tensors_are_taken_together() -> None:
-    a = [tensor(op="mul"), tensor(op="add")]
-    (row,) = match_tensors(a, [tensor(op="addmm", count=2)], by_shape=True).rows
-    assert row.a is not None and (row.status, row.a.op, row.a.count) == ("operator", "add, mul", 2)
+    a = [tensor(op=op) for op in ("mul", "add", "sub", "div", "exp")]
+    (row,) = match_tensors(a, [tensor(op="addmm", count=5)], by_shape=True).rows
+    assert row.a is not None and (row.status, row.a.op, row.a.count) == ("operator", "add, div, exp, mul, sub", 5)
 
 
 def test_equal_tensors_are_matched_before_those_of_another_operator() -> None:
@@ -69,12 +81,22 @@ def test_equal_tensors_are_matched_before_those_of_another_operator() -> None:
 
 def test_tensors_of_one_operator_are_matched_in_order_of_size() -> None:
     a = [tensor(16, shape=(4,)), tensor(8, shape=(2,))]
-    b = [tensor(12, shape=(3,)), tensor(40, shape=(10,))]
+    b = [tensor(40, shape=(10,)), tensor(12, shape=(3,))]
     rows = match_tensors(a, b, by_shape=True).rows
     assert [(row.a.num_bytes, row.b.num_bytes, row.status) for row in rows if row.a and row.b] == [
         (16, 40, "shape"), (8, 12, "shape"),
     ]  # fmt: skip
-    # One more on one side: which is new cannot be told.
+    # Of one size, by their number, and then by dtype.
+    a = [tensor(count=2), tensor(shape=(1, 2), dtype="int32"), tensor(shape=(1, 2))]
+    b = [tensor(shape=(1, 1, 2)), tensor(shape=(1, 1, 2), dtype="int32"), tensor(shape=(2, 1), count=2)]
+    assert sorted((row.a.count, row.a.dtype, row.b.count, row.b.dtype)
+                  for row in match_tensors(a, b, by_shape=True).rows if row.a and row.b) == [
+        (1, "float32", 1, "float32"), (1, "int32", 1, "int32"), (2, "float32", 2, "float32"),
+    ]  # fmt: skip
+
+
+def test_which_of_several_is_new_cannot_be_told() -> None:
+    a, b = [tensor(16, shape=(4,)), tensor(8, shape=(2,))], [tensor(12, shape=(3,)), tensor(40, shape=(10,))]
     assert sorted(match(a, [*b, tensor(4, shape=(1,))])) == [
         ("only in A", -16), ("only in A", -8), ("only in B", 4), ("only in B", 12), ("only in B", 40),
     ]  # fmt: skip
@@ -96,6 +118,9 @@ def test_without_shapes_only_bytes_are_compared() -> None:
     assert (found.num_same, found.same_bytes, found.matched_by) == (1, 16, "bytes")
     (row,) = found.rows
     assert (row.status, row.difference_bytes) == ("count", 32)
+    # A run without shapes has no operators to compare.
+    for known, other in ((tensor(), tensor(op="add", **unknown)), (tensor(op="add", **unknown), tensor())):
+        assert match_tensors([known], [other], by_shape=False).rows == ()
     # Of several places there is none, of several categories all.
     (row,) = match_tensors(a[:2], [tensor(count=3)], by_shape=False).rows
     assert (row.category, row.where, row.difference_bytes) == ("activations, gradients", None, 8)
