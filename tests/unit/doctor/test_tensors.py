@@ -348,6 +348,7 @@ def test_powers_of_two_and_three_times_these_are_round():
         (5970, 5970, {"batch": 3, "length": 200}, [(597, 30.0, True), (597, 0 - math.log2(1 / 30), False)]),
         # Four of 200, in a range of 0.1 tokens: a number of two zeros in 0.0005, and four bits for the length.
         (8000, 8000, {"length": 200}, [(800, 2 - math.log2(0.1 / 200) + 4, False), (800, 5 - math.log2(0.1), False)]),
+        (2000, 2000, {"length": 200}, [(200, 0 - math.log2(0.1 / 200) + 4, False), (200, 3 - math.log2(0.1), False)]),
         (8010, 8010, {"length": 200}, [(801, 0 - math.log2(0.1), False)]),
         (100, 1000, {"length": 200}, [(64, 6 - math.log2(90.1), False)]),
         (6000, 6000, {"logged_numbers": (64, 65, 300)}, [

@@ -26,11 +26,18 @@ def test_the_edge_of_a_tolerance(text, a, b, is_allowed):
     assert parse_tolerance(text).allows(a, b) is is_allowed
 
 
+def test_of_bytes_and_a_share_the_larger_is_allowed():
+    both = Tolerance(bytes=10, share=0.1)
+    assert [both.allows(50, 50 + more) for more in (10, 11)] == [True, False]
+    assert [both.allows(100, 100 + more) for more in (11, 14)] == [True, False]
+
+
 def test_a_percentage_is_a_hundredth():
     assert parse_tolerance(" 0.5 % ") == Tolerance("0.5 %", share=0.005)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "-1%", "%", "x%", "nan%", "many", "1.5", "16 furlongs", "0x10"])
 def test_what_is_no_tolerance(text):
-    with pytest.raises(UsageError, match="not a tolerance"):
+    with pytest.raises(UsageError, match="not a tolerance") as refused:
         parse_tolerance(text)
+    assert refused.value.value == f"--tolerance {text}"
