@@ -66,6 +66,7 @@ def test_an_error_of_another_wording_in_a_long_line_is_found_after_4_kib():
 
 def test_words_of_an_error_are_in_one_line():
     assert [one.line for one in passages(b"it will allocate more\n\nTried to allocate 2 GiB\n")] == [3]
+    assert [one.line for one in passages(b"Tried to allocate 2 GiB\n\nit will allocate more\n")] == [1]
 
 
 def test_bytes_that_are_no_text_are_replaced():
