@@ -176,9 +176,17 @@ def exceeds(length: int) -> str:
 @pytest.mark.parametrize(
     ("log", "known", "expected"),
     [
-        (f"{LOADED} tp_size=2", {**KV, "message": "Not enough memory mem_fraction_static=0.8"}, [
-            "0.8750 > --mem-fraction-static 0.88", "4 2 > --tp-size 4", "> --quantization fp8",
+        (f"{LOADED} tp_size=3", {**KV, "message": "Not enough memory mem_fraction_static=0.8"}, [
+            "0.8750 > --mem-fraction-static 0.88", "6 3 > --tp-size 6", "> --quantization fp8",
         ]),
+        # The next hundredth leaves 0.005 or more to the cache.
+        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9151"}, [
+            "0.9151 > --mem-fraction-static 0.93", *SG_WEIGHTS,
+        ]),
+        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9610"}, [
+            "0.9610 > --mem-fraction-static 0.97", *SG_WEIGHTS,
+        ]),
+        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9660"}, SG_WEIGHTS),
         # Half way from 0.8 to all.
         (LOADED, {**KV, "message": "leave no GPU memory mem_fraction_static=0.8"}, [
             "0.8 > --mem-fraction-static 0.9", *SG_WEIGHTS,
@@ -195,7 +203,8 @@ def exceeds(length: int) -> str:
         ("mem_fraction_static=0.8", {**TOKENS, "message": "Try to allocate 48 tokens"}, [
             *LESS, "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.9",
         ]),
-        ("kv_cache_dtype='fp8_e4m3' mem-fraction-static 0.96", TOKENS, LESS),
+        ("mem-fraction-static 0.96 kv_cache_dtype='fp8_e4m3'", TOKENS, LESS),
+        ("--kv-cache-dtype fp8 mem_fraction_static=0.95", TOKENS, [*LESS, "> --mem-fraction-static 0.97"]),
         ("--tp 4", {**LENGTH, "message": exceeds(4000)}, [
             "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.95", "8 4 > --tp-size 8",
             "> --allow-auto-truncate",
@@ -256,9 +265,10 @@ FP8 = "> --kv-cache-dtype fp8_e5m2"
         ("KV-cache blocks: 1500, size: 16", {**KV, "message": "`max_total_tokens=32768`"}, [
             "> --max-total-tokens 24000", FP8, *TGI_WEIGHTS,
         ]),
-        ("KV-cache blocks: 2048, size: 16 num_shard=2", {**KV, "message": "`max_total_tokens=32768`"}, [
-            "> --max-total-tokens 16384", FP8, "> --quantize eetq", "4 2 > --num-shard 4",
+        ("KV-cache blocks: 2048, size: 16 num_shard=3", {**KV, "message": "`max_total_tokens=32768`"}, [
+            "> --max-total-tokens 16384", FP8, "> --quantize eetq", "6 3 > --num-shard 6",
         ]),
+        ("", {"message": "`max_total_tokens=32768`"}, TGI_WEIGHTS),
         ("KV-cache blocks: 1, size: 0 quantize: Some(gptq)", {**KV, "message":
          "Not enough memory to handle 4097 total tokens with 17 prefill tokens"}, [
             "> --max-batch-total-tokens 2048", FP8, "> --num-shard 2",
@@ -412,6 +422,9 @@ CACHE = "> OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q8_0 ollama serve"
         ("", {**REQUIRES, "tried": "9.0 GiB", "free": "4.5 GiB"}, [STOP, SHORT, "4.50 >"]),
         ("", {**REQUIRES, "tried": "9.1 GiB", "free": "4.5 GiB"}, ["4.50 >", STOP, SHORT, "4.50 >"]),
         ("", {"cause": Cause.HOST_MEMORY}, [STOP, SHORT, ">"]),
+        ("", {"cause": Cause.HOST_MEMORY, "free": "4.5 GiB"}, [STOP, SHORT, ">"]),
+        ("", {"cause": Cause.HOST_MEMORY, "tried": "9.0 GiB", "message": "requires more system memory (9.0 GiB)"},
+         [STOP, SHORT, ">"]),
         ("n_ctx = 5001 offloaded 33/33 layers to GPU", {"message": "KV cache", "tried": "1025.00 MiB"}, [
             "2,500 5,001 > OLLAMA_CONTEXT_LENGTH=2500 ollama serve", CACHE,
             "2.00 > OLLAMA_GPU_OVERHEAD=2147483648 ollama serve", "24 33 > /set parameter num_gpu 24", STOP,
@@ -642,6 +655,7 @@ LIBRARY = "/venv/lib/python3.12/site-packages"
         *((engine.name, [], "", "", engine.name) for engine in ENGINES),
         ("ggml", [], "", "", "llama.cpp"),
         ("ggml", [], "", "time=1 OLLAMA_HOST", "Ollama"),
+        ("ggml", frames("/app/train.py"), "", "", "llama.cpp"),
         ("XLA", [], "", "", "JAX"),
         ("XLA", [], "", "import torch_xla", "torch_xla"),
         ("XLA", [], "", "import tensorflow", "TensorFlow"),

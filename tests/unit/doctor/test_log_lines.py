@@ -37,6 +37,7 @@ def test_prefixes_are_not_of_a_line(prefix: str) -> None:
         ("a || b", "a || b"),
         ("INFORMATION x", "INFORMATION x"),
         ("  indented", "  indented"),
+        ("X\r\n", "X"),
     ],
 )
 def test_what_is_left_of_a_line(line: str, expected: str) -> None:
