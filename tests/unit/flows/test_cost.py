@@ -63,6 +63,14 @@ def test_an_operator_takes_the_longer_of_operations_and_bytes(call, seconds):
     assert work.seconds == pytest.approx(seconds)
 
 
+def test_calls_take_their_time_one_after_another():
+    calls = [
+        _call(operations=10**12, link=10**7), _call(num_bytes=2 * 10**9), _call(to_device=10**8),
+        _call(to_host=3 * 10**8, link=2 * 10**7), _call(device=HOST, num_bytes=3), _call(device=HOST, num_bytes=4),
+    ]  # fmt: skip
+    assert compute_step_work(_work(*calls), RATES) == StepWork(10**12, 4 * 10**8, 7, 3.0, 4.0, 3 * 10**7, 3.0)
+
+
 def test_without_a_known_rate_only_bytes_take_time():
     gpu = dataclasses.replace(RATES, peak_flops={})
     assert compute_step_work(_work(_call(operations=10**12, num_bytes=2 * 10**7)), gpu).compute_seconds == 0.02
