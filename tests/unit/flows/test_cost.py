@@ -109,7 +109,8 @@ def test_only_the_last_step_counts():
 
 @pytest.mark.parametrize(("micro_batches", "operations"), [(0, 7), (2, 7), (3, 9), (4, 11)])
 def test_the_last_micro_batch_stands_for_those_that_were_not_run(micro_batches, operations):
-    trace = _work(*(_call(i, operations=(8, 5, 2)[i]) for i in range(3)), micro_batches=((1, 3), (2, 1), (2, 2)))
+    works = [_call(phase, operations=operations) for phase, operations in enumerate((8, 16, 5, 2))]
+    trace = _work(*works, micro_batches=((4, 2), (4, 3), (5, 1), (5, 2)))
     assert compute_step_work(trace, RATES, micro_batches).operations == operations
 
 
@@ -131,13 +132,15 @@ def test_the_cost_of_a_fix_is_what_it_adds():
 
 
 def test_without_counted_work_a_fix_has_no_cost():
-    cost = compute_cost(None, StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0), "exact", "", (7.0, 8))
+    work = StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0)
+    assert compute_cost(work, None, "exact", "") == compute_cost(None, work, "exact", "")
+    cost = compute_cost(None, work, "exact", "", (7.0, 8))
     assert (cost.operations, cost.step_seconds, cost.extra_seconds, cost.numerics) == (None, None, None, "exact")
     assert (cost.compile_seconds, cost.compiled_kernels) == (7.0, 8)
     assert compute_cost(None, None, "exact", "").compile_seconds is None
 
 
-def _report(usable_bytes: int = 0, findings: tuple = (), failure: FailureRow | None = None, **verdict: Any):
+def _report(usable_bytes: int | None = 0, findings: tuple = (), failure: FailureRow | None = None, **verdict: Any):
     """Return a report on a peak of 8 MiB in the second step's forward, of which 6 MiB are activations."""
     builder = TraceBuilder(None)
     builder.phase(PhaseKind.FORWARD, 2)
@@ -177,6 +180,10 @@ REFUSED = "out of memory in backward of step 3: 4.00 MiB requested"
         (
             _report(fits=False, host_over_bytes=3 * MIB),
             Bottleneck("forward", 2, "activations", 6 * MIB, "3.00 MiB more host memory than there is (--host-memory)"),
+        ),
+        (
+            _report(None, **OOM),
+            Bottleneck("backward", 3, "activations", 6 * MIB, f"{REFUSED}; at the peak activations, 6.00 MiB"),
         ),
         # One byte too small for all tensors, and just large enough: then pieces are.
         (
