@@ -26,6 +26,7 @@ def test_options_of_a_run() -> None:
     assert all(about.help.endswith(".") for about in options.values())
     # A GPU or a rank may be the first, and how many there are is at least one.
     assert [str(options[name].unset)[0] for name in ("steps", "gpus", "nodes", "rank")] == ["2", "1", "1", "0"]
+    assert "--lengths" not in str(options["steps"].unset)  # an option of a profile
 
 
 def test_an_edit_replaces_fields_of_a_copy() -> None:
