@@ -326,6 +326,11 @@ LLAMA = {
     ("changes", "setting", "expected"),
     [
         ({}, {}, LLAMA),
+        # Each of four heads and two has statistics of its own.
+        ({"qk_norm": "head", "family": "qwen3"}, {},
+         {**LLAMA, "norm statistics": 8 + 16 + 8, "query, float32 for the norm": 256,
+          "query, normed before its weight": 128, "key, float32 for the norm": 128,
+          "key, normed before its weight": 64}),
         # Query, key and value are views of one tensor; gate and up are one. Rotary positions make a query and a key.
         ({"has_fused_qkv": True, "has_fused_gate_up": True, "family": "phi3"}, {},
          {**{name: size for name, size in LLAMA.items() if name not in ("value", "gate", "up")},
