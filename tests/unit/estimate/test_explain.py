@@ -62,6 +62,7 @@ def test_saved_tensors_are_those_of_a_token_largest_first() -> None:
     assert [size for _, size in saved] == sorted((size for _, size in saved), reverse=True)
     assert sum(size for _, size in saved) == 2 * 516 + 400 + 4 * 384  # as in test_layers.py
     assert dict(saved)["gate"] == 384
+    assert "buckets of gradients (DDP)" in format_formula(ESTIMATE, ESTIMATE.cells["full", "bfloat16"], "communication")
     for cell, estimate in (
         (ESTIMATE.cells["inference", "bfloat16"], ESTIMATE),
         (ESTIMATE.cells["full", "bfloat16"], build_estimate(tiny_model(None, COUNT))),

@@ -373,11 +373,24 @@ def test_saved_tensors_have_names(changes: dict, setting: dict, expected: dict[s
         ({"ulysses_ranks": 2}, 2 * NORM + ATTENTION + 128 + 4 * UP),
         # In float32 the input and the sum are saved as they are; scaled queries and keys, values, and the softmax.
         ({"itemsize": 4}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 16 + 256 + 8 * UP),
+        # Its input is saved by a matrix in int8; casts of query, key and value.
+        (
+            {"itemsize": 4, "amp": True, "quantize": "int8", "trains_weights": False},
+            2 * (256 + 4 + 256) + ATTENTION + 8 * UP,
+        ),
         ({"itemsize": 4, "padded": True}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 256 + 16 + 64 + 8 * UP),
     ],
 )
 def test_a_layer_in_other_settings(setting: dict, saved: int) -> None:
-    assert record_layer(make(**setting).setting)[1] == saved
+    layer = make(**setting)
+    assert record_layer(layer.setting)[1] == saved
+    # The backward frees all but gradients.
+    hidden = layer.tape.add_input(64, layer.setting.stream_itemsize, needs_grad=True, name="hidden states")
+    output = layer.record(hidden)
+    layer.tape.drop(output)
+    grads = layer.setting.itemsize * (49_152 + 128) * layer.setting.trains_weights
+    assert layer.tape.run_backward(output) == grads
+    assert layer.tape.live == grads + hidden.num_bytes
 
 
 def test_a_mask_has_rows_of_16_elements() -> None:

@@ -58,6 +58,7 @@ QLORA = {"amp": True, "trains_weights": False}
         # float32. The weight in float32 for the gradient of the input, which is there already.
         ("q", 4, {"quantize": "int8", **QLORA}, 0, 3 * (64 + 64 * (4 + 2 + 4)), 0, 2 * 768 + 16_384),
         ("down", 4, {"quantize": "int8", **QLORA}, 0, 3 * 192 * 6, 0, 768 + 2304 + 4 * 192 * 64),
+        ("q", 2, {"quantize": "int4", "training": False}, 0, 8192 + 384, 0, None),
         ("q", 2, {"quantize": "fp8", "training": False}, 0, 384 + 3 * 64, 0, None),
         ("q", 2, {"quantize": "awq-int4", "training": False}, 0, 384, 0, None),
         # From 64 to 192 elements and back: the input is quantized, and the product larger or smaller.

@@ -70,6 +70,13 @@ def test_full_training(optimizer: str, state: float, temporaries: int) -> None:
     assert compute_static_memory(tiny_model(), plan("mixed", optimizer=optimizer)) == expected
 
 
+def test_weights_of_another_number_are_rounded() -> None:
+    """Ten of so many, of a byte and a scale each: 17.80."""
+    of_all = compute_static_memory(tiny_model(), plan("weights", "int8")).parameters
+    assert 10 * of_all % COUNT > COUNT / 2
+    assert compute_static_memory(tiny_model(count=10), plan("weights", "int8")).parameters == 10 * of_all // COUNT + 1
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state"),
     [("adamw-8bit", 35), ("torchao-adamw-8bit", 35), ("torchao-adamw-4bit", 18), ("paged-adamw-8bit", 0)],
