@@ -113,7 +113,7 @@ def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
 def list_saved_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
     """Return the tensors that a layer saves for the backward, largest first, with their bytes per token."""
     g = estimate.subject.geometry
-    if g is None or not cell.method.trains:
+    if g is None:
         return []
     setting = build_settings(g, cell.plan, estimate.batch_size, estimate.context_length)
     tape, _ = record_layer(setting)

@@ -96,7 +96,7 @@ def test_each_stage_has_one_rank() -> None:
 @pytest.mark.parametrize(
     ("method", "column", "text", "problem"),
     [
-        ("inference", "bfloat16", "device-map", "no layers over GPUs\n  value: --parallel device-map"),
+        ("inference", "bfloat16", "device-map", "no layers over GPUs"),
         ("inference", "bfloat16", "pp", "a pipeline trains"),
         ("lora", "bfloat16", "tp", "lora beside tp"),
         ("lora", "int4", "fsdp", "quantized weights are not spread"),
@@ -104,8 +104,9 @@ def test_each_stage_has_one_rank() -> None:
 )
 def test_a_plan_that_a_method_does_not_have(method: str, column: str, text: str, problem: str) -> None:
     model = dataclasses.replace(tiny_model(), config={"num_attention_heads": 4, "num_hidden_layers": 3})
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(UsageError, match=problem) as refused:
         list_ranks(model, plan(method, column), text, 2)
+    assert refused.value.value == f"--parallel {text}"
 
 
 @pytest.mark.parametrize(("text", "is_whole"), [("fsdp", True), ("cp", True), ("tp", False), ("pp", False)])

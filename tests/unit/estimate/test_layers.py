@@ -94,17 +94,6 @@ def test_rotary_positions(changes: dict, setting: dict, peak: int, itemsize: int
     assert (output.width, output.itemsize, output.name) == (64, itemsize, "query")
 
 
-def test_rotary_positions_negate_half_of_what_they_turn() -> None:
-    layer = make()
-    x = layer.tape.add_input(64, 2, needs_grad=True, name="x")
-    layer.tape.add_bytes(0)
-    layer.record_rotary(x, "query")
-    assert layer.tape.peak == 3 * 128
-    layer = make(itemsize=4, amp=True)
-    layer.record_rotary(layer.tape.add_input(64, 2, needs_grad=True, name="x"), "query")
-    assert layer.tape.peak == 3 * 256
-
-
 def test_no_rotary_positions() -> None:
     layer = make({"rotary_fraction": 0.0})
     (x,) = tensors(layer, 64)
