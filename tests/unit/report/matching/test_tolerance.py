@@ -13,6 +13,9 @@ from memprof.report.matching.tolerance import Tolerance, parse_tolerance
         ("16", 116, 99, False),
         ("1KiB", 0, 1024, True),
         ("1KiB", 0, 1025, False),
+        ("16MiB", 0, 16 << 20, True),
+        ("16MiB", 0, (16 << 20) + 1, False),
+        ("1G", 0, 1 << 30, True),
         # Of the larger value: 10% of 100, not of 90.
         ("10%", 90, 100, True),
         ("10%", 100, 90, True),
@@ -36,7 +39,9 @@ def test_a_percentage_is_a_hundredth():
     assert parse_tolerance(" 0.5 % ") == Tolerance("0.5 %", share=0.005)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "-1%", "%", "x%", "nan%", "many", "1.5", "16 furlongs", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "-1%", "%", "x%", "nan%", "many", "1.5", "16 furlongs", "0x10", "1% 2", "5%x"]
+)
 def test_what_is_no_tolerance(text):
     with pytest.raises(UsageError, match="not a tolerance") as refused:
         parse_tolerance(text)
