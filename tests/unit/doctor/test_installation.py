@@ -145,6 +145,13 @@ def test_a_torch_that_ends_while_it_is_imported(monkeypatch: pytest.MonkeyPatch,
     assert read_private_names() == PrivateNames(error="OSError: libcudart.so.13")
     python.write_text("#!/bin/sh\nexit 9\n")
     assert read_private_names() == PrivateNames(error="exit code 9")
+    python.write_text('#!/bin/sh\necho "$*" >&2\nexit 1\n')
+    assert read_private_names() == PrivateNames(error="-m memprof.torch_private")
+    # What is said on the way is no error.
+    python.write_text(
+        """#!/bin/sh\necho warning >&2\necho a line\necho '{"number": 9, "missing": {"torch.a": ""}}'\n"""
+    )
+    assert read_private_names() == PrivateNames(9, {"torch.a": ""})
 
 
 def test_a_torch_that_cannot_be_imported_is_said():
@@ -422,6 +429,8 @@ def test_errors_come_before_warnings_and_notes():
     gpu = NvmlGpu(3, "A", total_bytes=None, used_bytes=GIB)
     found = check_all(NvmlSample((gpu,), notes=("no driver",)), HostLimits(), PrivateNames(9, {"torch.a": ""}))
     assert [check.severity for check in found] == ["error", "warning", "note"]
+    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", OLD: "expandable_segment:True"}
+    assert [check.severity for check in check_all(variables=variables)] == ["error", "warning"]
 
 
 def test_releases_that_cannot_be_told_are_taken_for_the_newest():

@@ -354,6 +354,7 @@ def test_powers_of_two_and_three_times_these_are_round():
         (6000, 6000, {"logged_numbers": (64, 65, 300)}, [
             (600, 3 - math.log2(0.1), False), (600, 1 - math.log2(0.1 / 300) + 2, False),
         ]),
+        (6400, 6400, {"logged_numbers": (64,)}, [(640, 7 - math.log2(0.1), False)]),
         (6501, 6509, {}, []),
         (5, 9, {}, []),
         (5, 15, {}, [(1, 0 - math.log2(1.1), False)]),
