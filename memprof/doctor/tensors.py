@@ -125,7 +125,7 @@ def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
             yield from _iter_score_tensors(query, heads, -4.0)
         return
     for shards in _SHARD_COUNTS:
-        if model.vocabulary and model.vocabulary % shards == 0:
+        if model.vocabulary % shards == 0:
             suffix = "" if shards == 1 else f", of one of {shards} ranks"
             prior = 2.0 - 4 * math.log2(shards)
             yield from _iter_row_tensors(query, model.vocabulary // shards, f"logits{suffix}", prior, "logits")

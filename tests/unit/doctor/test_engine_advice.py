@@ -398,6 +398,9 @@ def free(num_mib: int) -> str:
         ("offloaded 80/81 layers to GPU", {"message": "error loading model", "tried": "60000.00 MiB"}, [
             "60 80 > --n-gpu-layers 60", "> --ctx-size 4096", PROCESSES,
         ]),
+        (f"{free(20000)} offloaded 80/81 layers to GPU", {"message": "error loading model"}, [
+            "60 80 > --n-gpu-layers 60", "> --ctx-size 4096", PROCESSES,
+        ]),
         (f"{free(20000)} offloaded 80/81 layers to GPU", {"tried": "60000.00 MiB"}, [
             "60 80 > --n-gpu-layers 60", "> --ctx-size 4096", PROCESSES,
         ]),
@@ -460,6 +463,8 @@ def test_ollama(log: str, known: dict[str, Any], expected: list[str]) -> None:
             (phrase, "", EngineFigures("weights"))
             for phrase in ("error loading model", "unable to allocate", "failed to load model")
         ),
+        ("is available (4.5 GiB)", "", EngineFigures()),
+        ("requires more system memory (9.0 GiB)", "", EngineFigures()),
         # The first of several ways in which the log says it.
         ("", "MiB ( 12 cells --ctx-size 9 n_ctx = 7 n_ubatch = 4 -ub 5", EngineFigures(length=7, batch=4)),
         ("", "MiB ( 12 cells --ctx-size 9 -ub 5 worst-case: n_tokens = 3", EngineFigures(length=9, batch=5)),
