@@ -129,6 +129,7 @@ WEIGHTS = ["> --tensor-parallel-size 2", "> --quantization fp8"]
         ("GPU KV cache size", {"stage": Stage.LOAD, "private_pools": "1.00 GiB"}, WEIGHTS),
         ("", {}, WEIGHTS),
         ("quantization=awq", {"stage": Stage.LOAD}, WEIGHTS[:1]),
+        ("tensor-parallel-size 2", {"stage": Stage.LOAD}, ["4 2 > --tensor-parallel-size 4", "> --quantization fp8"]),
         ("max-num-seqs 1000", {"stage": Stage.PROFILE}, [
             "> --max-num-batched-tokens 1024 --max-num-seqs 250", *WEIGHTS,
         ]),
@@ -213,6 +214,7 @@ def exceeds(length: int) -> str:
             "> --mem-fraction-static 0.95", "> --tp-size 2", "> --allow-auto-truncate",
         ]),
         ("", {"stage": Stage.LOAD}, SG_WEIGHTS),
+        ("tp-size 2", {"stage": Stage.LOAD}, ["4 2 > --tp-size 4", "> --quantization fp8"]),
         # 0.88 - 2 / 80
         ("mem_fraction_static=0.88", {"stage": Stage.WARM_UP, "tried": "3.00 GiB", "free": "1.00 GiB",
                                       "total": "80.0 GiB"}, [
@@ -274,6 +276,7 @@ FP8 = "> --kv-cache-dtype fp8_e5m2"
             "> --max-batch-total-tokens 2048", FP8, "> --num-shard 2",
         ]),
         ("", KV, TGI_WEIGHTS),
+        ("num-shard 2", KV, ["> --quantize eetq", "4 2 > --num-shard 4"]),
         ("", {"stage": Stage.LOAD}, [*TGI_WEIGHTS, PROCESSES]),
         ("", {"message": "handle 1024 prefill tokens"}, [*TGI_WEIGHTS, PROCESSES]),
         ("", {"message": "handle 1025 prefill tokens"}, ["1,025 > --max-batch-prefill-tokens 512", *TGI_WEIGHTS]),
