@@ -79,11 +79,12 @@ WEIGHTS = ["> --tensor-parallel-size 2", "> --quantization fp8"]
         ("--kv-cache-dtype fp8", {**NEEDS, "message": f"{NEED.format(9)} estimated maximum model length is 13528"}, [
             "> --max-model-len 13528", f"{DEFAULT} 67.00 > --gpu-memory-utilization 0.95", "> --tensor-parallel-size 2",
         ]),
-        # 0.5 + 2.01 / 80
-        ("gpu_memory_utilization=0.5 total_gpu_memory (80.0GiB)", {**NEEDS, "message": NEED.format(1000)}, [
+        # 0.5 + 2.01 / 200: as much as the printed sizes may mean.
+        ("gpu_memory_utilization=0.5 total_gpu_memory (200.0GiB)", {**NEEDS, "message": NEED.format(1000)}, [
             "> --max-model-len 656", "3.00 6.00 > --kv-cache-dtype fp8",
-            "2.00 0.53 0.5 > --gpu-memory-utilization 0.53", "> --tensor-parallel-size 2",
+            "2.00 0.52 0.5 > --gpu-memory-utilization 0.52", "> --tensor-parallel-size 2",
         ]),
+        ("", {**KV, "message": "max seq len (1000)"}, ["> --tensor-parallel-size 2"]),
         ("gpu-memory-utilization 0.89", NO_CACHE, [
             "0.89 > --gpu-memory-utilization 0.92", "> --max-num-batched-tokens 1024 --max-num-seqs 64",
             "> --quantization fp8", "> --tensor-parallel-size 2",
@@ -144,6 +145,7 @@ def test_figures_of_vllm() -> None:
     found = VLLM.read_figures(NEED.format(1000), log)
     assert found.missing is not None
     assert (found.length, found.fraction, found.missing.num_bytes) == (1000, 0.7, 2 << 30)
+    assert VLLM.read_figures(NEED.format(9).partition(", which")[0], log).missing is None
     found = VLLM.read_figures("memory utilization (0.85, 3", log)
     assert (found.fraction, found.missing, found.part) == (0.85, None, "")
     found = VLLM.read_figures(
