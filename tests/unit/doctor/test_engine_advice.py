@@ -50,6 +50,7 @@ def advise(
 
 KV: dict[str, Any] = {"cause": Cause.KV_CACHE}
 BATCH: dict[str, Any] = {"cause": Cause.ENGINE_BATCH}
+ENOUGH = {"tried": "1.00 GiB", "free": "1.00 GiB", "total": "80.0 GiB"}  # and yet it failed
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
@@ -123,6 +124,7 @@ WEIGHTS = ["> --tensor-parallel-size 2", "> --quantization fp8"]
             "0.88 0.93 > --gpu-memory-utilization 0.88", "> --max-num-batched-tokens 1 --max-num-seqs 1",
         ]),
         ("", {"stage": Stage.CACHE}, [LOWER, "> --enforce-eager"]),
+        ("", {"stage": Stage.CACHE, **ENOUGH}, [LOWER, "> --enforce-eager"]),
         ("", {"stage": Stage.WARM_UP}, [LOWER, "> --enforce-eager"]),
         ("", {"private_pools": "1.00 GiB"}, [LOWER, "> --enforce-eager"]),
         ("when warming up", {}, [LOWER, "> --enforce-eager"]),
@@ -231,7 +233,10 @@ def exceeds(length: int) -> str:
         ("chunked_prefill_size=2044 mem_fraction_static=0.06", {"stage": Stage.SERVE}, [
             "0.01 0.06 > --mem-fraction-static 0.01", "> --chunked-prefill-size 512", "> --tp-size 2",
         ]),
-        ("", {}, ["0.8 > --mem-fraction-static 0.8", "> --chunked-prefill-size 2048", "> --tp-size 2"]),
+        *(
+            ("", known, ["0.8 > --mem-fraction-static 0.8", "> --chunked-prefill-size 2048", "> --tp-size 2"])
+            for known in ({}, ENOUGH)
+        ),
         ("--tp 4", {"cause": Cause.HOST_MEMORY, "message": HOST, "free": "25.40 GB"}, [
             "> --enable-hierarchical-cache --hicache-size 6", "> memprof doctor --env",
         ]),
