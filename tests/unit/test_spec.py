@@ -213,7 +213,8 @@ def test_layers(text: str, count: int | None, layers: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("4", "0 to 3"), ("-5", "0 to 3"), ("0-4", "0 to 3"), ("3-1", "a range that is empty"), ("", "no layer in it"),
+    [("4", "names no layer\n  value: 4\n  hint:  they are 0 to 3"),
+     ("-5", "0 to 3"), ("0-4", "0 to 3"), ("3-1", "a range that is empty"), ("", "no layer in it"),
      ("1-", "no layer in it"), ("1,,2", "no layer in it")],
 )  # fmt: skip
 def test_layers_that_there_are_not(text: str, message: str) -> None:
