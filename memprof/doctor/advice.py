@@ -85,7 +85,7 @@ def _list_killed_advice(source: str, failed: FailedAllocation) -> Iterator[Advic
     """Yield advice for a killed process: what the log says of it decides the order."""
     log = failed.log
     limit = Advice("raise the memory limit of the container or job", "docker run --memory 64g ...  # sbatch --mem=64G")
-    is_limited = source == "the scheduler" or re.search(r"cgroup|docker|kube|slurm|137\b", log, re.I) is not None
+    is_limited = re.search(r"cgroup|docker|kube|slurm|137\b", log, re.I) is not None
     if source not in ("the kernel", "the scheduler"):
         command = "dmesg -T | grep -i -E 'out of memory|killed process'"
         yield Advice("was it the kernel, for want of host memory?", command)

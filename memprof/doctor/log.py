@@ -98,7 +98,7 @@ class LogReader:
         offsets: list[int] = []
         for anchor, num_left in self._num_left.items():
             words = _WORDS_BY_ANCHOR[anchor]
-            offset = buffer.find(anchor, max(0, begin)) if num_left else -1
+            offset = buffer.find(anchor, begin) if num_left else -1
             while 0 <= offset < end and num_left:
                 line_end = buffer.find(b"\n", offset)
                 line_end = len(buffer) if line_end < 0 else line_end

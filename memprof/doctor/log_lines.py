@@ -34,7 +34,7 @@ def clean_line(line: str) -> str:
     """Return `line` without ANSI colors, carriage returns, and the prefixes of launchers and loggers."""
     line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
-        line = _LOG_PREFIX.sub("", line, count=1)
+        line = _LOG_PREFIX.sub("", line)
     return line
 
 

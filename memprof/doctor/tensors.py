@@ -125,7 +125,7 @@ def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
             yield from _iter_score_tensors(query, heads, -4.0)
         return
     for shards in _SHARD_COUNTS:
-        if model.vocabulary and model.vocabulary % shards == 0:
+        if model.vocabulary % shards == 0:
             suffix = "" if shards == 1 else f", of one of {shards} ranks"
             prior = 2.0 - 4 * math.log2(shards)
             yield from _iter_row_tensors(query, model.vocabulary // shards, f"logits{suffix}", prior, "logits")
@@ -198,7 +198,7 @@ def _iter_token_counts(query: TensorQuery, token_bytes: int) -> Iterator[tuple[i
                 yield tokens, _EXACT_MATCH_BITS, True, reason
     elif length:
         num_sequences = -(-low // length)
-        if num_sequences * length <= high and num_sequences >= 1:
+        if num_sequences * length <= high:
             bits = _measure_roundness(num_sequences, span / length) + 4
             yield num_sequences * length, bits, False, f"{num_sequences} sequences of {length:,}"
     if low > high or high < 1:
@@ -260,26 +260,26 @@ def _iter_score_tensors(
 
 def _iter_weight_tensors(query: TensorQuery, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
     """Yield parameters, gradients, optimizer states and flat buffers in the range of bytes, with bits of evidence."""
-    shapes: list[tuple[tuple[int, ...], str, float, str]] = [
-        ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
-        ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
-        ((2 * model.intermediate, model.hidden), "feed-forward weights, gate and up", -1.0, "weights"),
-        ((model.heads * model.head_dim, model.hidden), "an attention weight", -1.0, "weights"),
-        ((model.num_parameters,), "all parameters in one buffer", 0.0, "optimizer"),
+    shapes: list[tuple[tuple[int, ...], str, float]] = [
+        ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0),
+        ((model.intermediate, model.hidden), "a feed-forward weight", 0.0),
+        ((2 * model.intermediate, model.hidden), "feed-forward weights, gate and up", -1.0),
+        ((model.heads * model.head_dim, model.hidden), "an attention weight", -1.0),
+        ((model.num_parameters,), "all parameters in one buffer", 0.0),
     ]
     if num_experts := model.num_experts:
         width = model.expert_width
         shapes += [
-            ((num_experts, 2 * width, model.hidden), "the experts' gate and up weights", 0.0, "weights"),
-            ((num_experts, model.hidden, width), "the experts' down weights", 0.0, "weights"),
+            ((num_experts, 2 * width, model.hidden), "the experts' gate and up weights", 0.0),
+            ((num_experts, model.hidden, width), "the experts' down weights", 0.0),
         ]
     relative_span = (query.high - query.low + 1) / query.high
-    for shape, role, prior, role_kind in shapes:
-        hint_bits, hint_text = query.weigh_roles(role_kind, "weights", "optimizer")
+    hint_bits, hint_text = query.weigh_roles("weights", "optimizer")
+    in_traceback = query.mentions("weights", "optimizer")
+    for shape, role, prior in shapes:
         for dtype, itemsize, dtype_bits in query.dtypes:
             num_bytes = math.prod(shape) * itemsize
             if num_bytes and query.low <= num_bytes <= query.high:
-                in_traceback = query.mentions(role_kind, "weights", "optimizer")
                 why = f"its size exactly{hint_text}"
                 candidate = Candidate(
                     shape, dtype, role, num_bytes, model.model, why, exact=True, in_traceback=in_traceback

@@ -45,7 +45,7 @@ CONSTANTS = (
     ),
     Constant(
         "other optimizers' state",
-        "momentum 1 element, Adagrad and RMSprop 1 and 1 of temporaries; torchao's 4 bits 1 byte and 1/16",
+        "momentum 1 element, RMSprop 1 and 1 of temporaries, Adagrad 1 and 2; torchao's 4 bits 1 byte and 1/16",
         "torch/optim, torchao/optim; paged state is not on the GPU",
     ),
     Constant("int8 weights", "1 byte, a float32 per row", "bitsandbytes/nn/modules.py, Int8Params"),
@@ -105,7 +105,7 @@ def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
     if term == "logits and loss":
         default = "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
         return _LOGITS_FORMULAS.get(cell.peak.name, default).format(**values)
-    kind = plan.quantized if term == "parameters" and plan.quantized else plan.method.kind
+    kind = plan.quantized or plan.method.kind
     formula = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
     return formula.format(**values)
 
@@ -113,7 +113,7 @@ def format_formula(estimate: Estimate, cell: Cell, term: str) -> str:
 def list_saved_tensors(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
     """Return the tensors that a layer saves for the backward, largest first, with their bytes per token."""
     g = estimate.subject.geometry
-    if g is None or not cell.method.trains:
+    if g is None:
         return []
     setting = build_settings(g, cell.plan, estimate.batch_size, estimate.context_length)
     tape, _ = record_layer(setting)

@@ -157,8 +157,8 @@ def build_from_params(text: str) -> EstimatedModel:
     """Return a model with the shape of a Llama and the number of parameters in `text`, such as "1.2B".
     Raises UsageError: `text` is not a number, or no shape is known for the number."""
     count = parse_count(text)
-    entry = synthesize(count)
-    geometry = _read_geometry(dict(entry.config or {}))
+    config = synthesize(count).load_config()
+    geometry = _read_geometry(config)
     rule = (
         "Only a number of parameters was given. The shape is that of a Llama of this size (hidden size over layers, "
         "vocabulary and head size as published models near it have them, memprof/workload/catalog/sizes.py): "
@@ -168,7 +168,7 @@ def build_from_params(text: str) -> EstimatedModel:
         f"the {count:,} given; what is marked ~ is of that shape."
     )
     name = f"{format_count(count, '.4g')} parameters"
-    return EstimatedModel(name, count, geometry, dict(entry.config or {}), "params", "bfloat16", rule=rule)
+    return EstimatedModel(name, count, geometry, config, "params", "bfloat16", rule=rule)
 
 
 def build_from_model(name: str) -> EstimatedModel:

@@ -58,7 +58,6 @@ class DecoderLayer(Projections):
         itemsize = max(x.itemsize, self.setting.stream_itemsize)
         cos_product = tape.record([x], width, itemsize)
         rotated_half = tape.record([x], width, x.itemsize)
-        tape.add_temporary(tape.tokens * width * x.itemsize // 2)
         sin_product = tape.record([rotated_half], width, itemsize, drops=[rotated_half])
         output = tape.add(cos_product, sin_product, name, drops=[cos_product, sin_product])
         if fraction < 1:

@@ -86,7 +86,7 @@ class Projections:
         itemsize = self.setting.compute_itemsize
         x_cast = tape.cast(x, itemsize, f"{x.name}, for {name}")
         grad = (rows * columns + columns * has_bias) * self.setting.itemsize if self.trains else 0
-        cast_bytes = rows * columns * itemsize if self.trains and self.setting.amp else 0
+        cast_bytes = rows * columns * itemsize if self.setting.amp else 0
         return tape.record(
             [x_cast], columns, itemsize, saves=[x_cast] if self.trains else (), name=name,
             trains=self.trains, grad_bytes=grad, param_temp_bytes=cast_bytes, drops=[x_cast],

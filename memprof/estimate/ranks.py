@@ -108,7 +108,7 @@ def build_rank(plan: ParallelPlan, stage: int = 0) -> Rank:
     return Rank(
         param_shards=shards, grad_shards=shards, state_shards=shards, replicas=plan.data * plan.sequence,
         gathers=plan.sharded, reshard=plan.reshard, tensor=plan.tensor, context=plan.context, ulysses=plan.ulysses,
-        stages=plan.stages, stage=stage, in_flight=in_flight if plan.stages > 1 else 1, microbatches=plan.microbatches,
+        stages=plan.stages, stage=stage, in_flight=in_flight, microbatches=plan.microbatches,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def list_ranks(subject: EstimatedModel, plan: MethodPlan, parallel: str, gpus: i
         raise UsageError("the closed form has no layers over GPUs", value=f"--parallel {parallel}", hint=hint)
     fields = plan.build_spec_fields()
     spec_fields = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
-    spec = TargetSpec(model="-", parallel=parallel, gpus=gpus, **spec_fields)  # type: ignore[arg-type]
+    spec = TargetSpec(model="-", parallel=parallel, **spec_fields)  # type: ignore[arg-type]
     check_plan(layout, spec, "causal-lm", subject.config)
     if plan.chunked_loss and (layout.tensor > 1 or layout.stages > 1):
         problem = "a chunked loss needs a head that is whole, and none that a schedule calls"

@@ -137,7 +137,7 @@ class Tape:
             (tensor.base or tensor).num_references += 1
             self.drop(*drops)
             return tensor
-        return self.record([tensor], tensor.width, itemsize, name=name or f"{tensor.name}, cast", drops=drops)
+        return self.record([tensor], tensor.width, itemsize, name=name, drops=drops)
 
     def view(self, base: Tensor, width: int, name: str) -> Tensor:
         """Record a view of `base` with `width` elements per token; return the view."""
@@ -197,7 +197,6 @@ class Tape:
             self.drop(*node.saved)
             node.output.grad = None
             self.drop(output_grad)
-        self._nodes.clear()
         return param_bytes
 
     def _tensor_bytes(self, tensor: Tensor) -> int:

@@ -55,7 +55,7 @@ class TrainingMoments:
         if self.rank.tensor == self.rank.stages == 1:
             return memory
         share = elements.total / num_parameters
-        undivided = elements.undivided * self.plan.itemsize if self.trains_weights else 0
+        undivided = elements.undivided * self.plan.itemsize  # Adapters are not divided (workload/plan.py, check_plan).
         rank_memory = StaticMemory(*(round(num_bytes * share) for num_bytes in dataclasses.astuple(memory)))
         return dataclasses.replace(rank_memory, gradients=rank_memory.gradients + undivided)
 
@@ -126,7 +126,7 @@ class TrainingMoments:
         needs_grad = self.trains_weights or not self.rank.is_first
         first_bytes = record_layer(self.setting, hidden_needs_grad=needs_grad)[1] + self._sum_cast_weights()
         saved_bytes = [first_bytes] + [layer_bytes] * (layers - 1)
-        if g.global_interval and self.setting.has_mask:
+        if g.global_interval:
             no_window = dataclasses.replace(self.setting, geometry=dataclasses.replace(g, window=0))
             layer_bytes = record_layer(no_window)[1] + self._sum_cast_weights()
             saved_bytes[g.global_interval - 1 :: g.global_interval] = [layer_bytes] * (layers // g.global_interval)

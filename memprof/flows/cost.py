@@ -107,16 +107,16 @@ def find_bottleneck(document: Report) -> Bottleneck:
         return Bottleneck(peak.stage, peak.step, category, peak.allocated_bytes, text)
     if any(finding.id == "device-mismatch" for finding in document.findings):
         return Bottleneck(peak.stage, peak.step, category, size, "stops where tensors of two devices meet")
-    if verdict.fits:
+    stage, step, tried_bytes = verdict.oom_stage, verdict.oom_step, verdict.tried_to_allocate_bytes
+    if stage is None or step is None or tried_bytes is None:
         text = f"{category}, {format_bytes(size)} ({size / peak.allocated_bytes:.0%} of the peak), in {peak.stage}"
+        if verdict.host_over_bytes:
+            text = f"{format_bytes(verdict.host_over_bytes)} more host memory than there is (--host-memory)"
         return Bottleneck(peak.stage, peak.step, category, size, text)
-    tried = verdict.tried_to_allocate_bytes or 0
-    stage = f"{verdict.oom_stage}" + (f" of step {verdict.oom_step}" if verdict.oom_step else "")
+    cause = f"out of memory in {stage}{f' of step {step}' if step else ''}: {format_bytes(tried_bytes)} requested"
     if peak.allocated_bytes <= (document.device.usable_bytes or 0):
         # All tensors together would fit: fragmentation is in the way.
         wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
-        cause = f"out of memory in {stage}: {format_bytes(tried)} requested"
         text = f"{cause}, {format_bytes(wasted)} reserved in pieces too small"
-        return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, Category.FRAGMENTATION.value, wasted, text)
-    text = f"out of memory in {stage}: {format_bytes(tried)} requested; at the peak {category}, {format_bytes(size)}"
-    return Bottleneck(verdict.oom_stage or "", verdict.oom_step or 0, category, size, text)
+        return Bottleneck(stage, step, Category.FRAGMENTATION.value, wasted, text)
+    return Bottleneck(stage, step, category, size, f"{cause}; at the peak {category}, {format_bytes(size)}")

@@ -113,7 +113,7 @@ def _choose_fraction(fraction: float | None, least: float | None) -> float | Non
         target = round_fraction_down((1 + fraction) / 2)
     else:
         target = 0.95
-    return target if target <= _MAX_FRACTION and target > (fraction or 0) else None
+    return target if target <= _MAX_FRACTION else None
 
 
 def _list_weights_advice(error: EngineError) -> Iterator[Advice]:

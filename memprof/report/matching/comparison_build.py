@@ -142,7 +142,7 @@ def _compare_stages(a: ComparedRun, b: ComparedRun) -> tuple[comparison.StageRow
         key_fields = (position, *key[:2], stage.micro_batch, stage.stack, stage.index)
         amounts = _build_amounts(a_stage), _build_amounts(b_stage)
         rows.append(comparison.StageRow(*key_fields, status, *amounts, difference))
-    return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
+    return tuple(sorted(rows, key=lambda row: -abs(row.difference_bytes or 0)))
 
 
 def _build_amounts(stage: Stage | None) -> comparison.StageBytes | None:

@@ -193,11 +193,6 @@ def test_lines_of_the_log_say_that_the_cache_was_allocated(line: str, is_after_c
     assert ("--gpu-memory-utilization" in commands(text)[0]) is is_after_cache
 
 
-def test_a_quarter_of_the_batch_that_the_log_names():
-    text = "max_num_batched_tokens=8192 max_num_seqs=128\n" + torch_error(frames_of("profile_run"))
-    assert commands(text)[0].endswith("--max-num-batched-tokens 2048 --max-num-seqs 32")
-
-
 def test_code_that_uses_an_engine_is_not_the_engine():
     frames = frames_of("generate") + '  File "/w/train.py", line 3, in step\n    loss.backward()\n'
     assert diagnosis(torch_error(frames)).source == "torch"
@@ -278,12 +273,6 @@ def test_a_host_pool_for_each_rank(ranks: str, option: str):
     found = diagnosis(text)
     assert (found.figures.free.num_bytes, found.engine.missing.num_bytes) == (25_400_000_000, 74_600_000_000)
     assert found.steps[0].command.endswith(f"--hicache-size {option}")
-
-
-@pytest.mark.parametrize(("length", "is_offered"), [(4000, True), (4001, False)])
-def test_half_the_bytes_of_a_pool_are_offered_where_they_fit(length: int, is_offered: bool):
-    text = f"Input length ({length} tokens) exceeds the maximum allowed length (2000 tokens). Use a shorter input"
-    assert has("--kv-cache-dtype", text) == is_offered
 
 
 def test_a_full_pool_needs_fewer_requests():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +13,7 @@ from memprof.allocator import parse_release
 from memprof.device.environment import Environment
 from memprof.device.gpus import GpuProcess, NvmlGpu, NvmlSample
 from memprof.doctor.installation import (
+    Check,
     HostLimits,
     PrivateNames,
     check_allocator_settings,
@@ -141,6 +145,13 @@ def test_a_torch_that_ends_while_it_is_imported(monkeypatch: pytest.MonkeyPatch,
     assert read_private_names() == PrivateNames(error="OSError: libcudart.so.13")
     python.write_text("#!/bin/sh\nexit 9\n")
     assert read_private_names() == PrivateNames(error="exit code 9")
+    python.write_text('#!/bin/sh\necho "$*" >&2\nexit 1\n')
+    assert read_private_names() == PrivateNames(error="-m memprof.torch_private")
+    # What is said on the way is no error.
+    python.write_text(
+        """#!/bin/sh\necho warning >&2\necho a line\necho '{"number": 9, "missing": {"torch.a": ""}}'\n"""
+    )
+    assert read_private_names() == PrivateNames(9, {"torch.a": ""})
 
 
 def test_a_torch_that_cannot_be_imported_is_said():
@@ -323,3 +334,140 @@ def test_the_limit_of_a_control_group(
             (tmp_path / path.replace("/", "_")).write_text(text)
     monkeypatch.setattr("memprof.doctor.installation.Path", lambda path: tmp_path / path.replace("/", "_"))
     assert read_host_limits().cgroup_limit_bytes == limit
+
+
+OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+SEGMENTS = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("variables", "release", "severity", "words", "hint", "command", "source"),
+    [
+        ({OLD: f"{SEGMENTS},max_split_size_mb:128"}, "2.13", "warning",
+         f"{OLD}: max_split_size_mb beside {SEGMENTS}", "leave max_split_size_mb out", f"export {OLD}={SEGMENTS}", ""),
+        ({OLD: f"{SEGMENTS},garbage_collection_threshold:0.8"}, "2.13", "warning",
+         f"{OLD}: garbage_collection_threshold does nothing", "leave it out", "", ""),
+        ({NEW: "garbage_collection_threshold:0.8"}, "2.13", "note", f"{NEW}: garbage_collection_threshold acts only",
+         "per_process_memory_fraction", "", ""),
+        *(
+            ({OLD: f"backend:cudaMallocAsync,{name}:{value}"}, "2.13", "warning",
+             f"{OLD}: backend:cudaMallocAsync ignores {name}", "leave out one or the other", "", "")
+            for name, value in (("max_split_size_mb", 128), ("roundup_power2_divisions", 4),
+                                ("max_non_split_rounding_mb", 128))
+        ),
+        ({OLD: "backend:cudaMallocAsync,max_split_size_mb:64,roundup_power2_divisions:4"}, "2.13", "warning",
+         f"{OLD}: backend:cudaMallocAsync ignores max_split_size_mb, roundup_power2_divisions", "", "", ""),
+        ({OLD: "expandable_segment:True"}, "2.12", "error", f"{OLD}: unknown allocator setting 'expandable_segment'",
+         "torch 2.12 refuses it at its first allocation; did you mean 'expandable_segments'?", "", ""),
+        ({NEW: SEGMENTS}, "2.6", "error", f"{NEW} is not read by torch 2.6", "it came with 2.9",
+         f"export {OLD}={SEGMENTS}", ""),
+        ({NEW: SEGMENTS}, "2.9", "warning", f"torch 2.9 does not take expandable_segments from {NEW}", "older name",
+         f"export {OLD}={SEGMENTS}", "github.com/pytorch/pytorch/issues/183387"),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", NEW: SEGMENTS}, "2.13", "warning",
+         f"PYTORCH_NO_CUDA_MEMORY_CACHING is set: every tensor is a cudaMalloc and {NEW} does nothing", "debugging",
+         "unset PYTORCH_NO_CUDA_MEMORY_CACHING", ""),
+    ],
+)  # fmt: skip
+def test_a_check_of_settings(variables, release, severity, words, hint, command, source):
+    (check,) = check_allocator_settings(variables, parse_release(release))
+    assert (check.severity, check.command, check.source) == (severity, command, source)
+    assert words in check.problem and hint in check.hint
+
+
+def check_all(
+    gpus: NvmlSample | None = None,
+    host: HostLimits | None = None,
+    names: PrivateNames | None = None,
+    versions: dict[str, str] | None = None,
+    **changes: object,
+) -> list[Check]:
+    found = check_installation(
+        environment(**changes),
+        gpus or NvmlSample(),
+        host or HostLimits(),
+        (versions or {}).get,
+        names or PrivateNames(),
+    )
+    return list(found.findings)
+
+
+@pytest.mark.parametrize(
+    ("known", "severity", "words", "hint", "command"),
+    [
+        ({"torch_version": None}, "note", "torch is not installed", "where your training runs", ""),
+        ({"notes": ("a note",)}, "error", "a note", "", ""),
+        ({"gpus": NvmlSample(notes=("no driver",))}, "note", "no driver", "", ""),
+        ({"gpus": NvmlSample((NvmlGpu(5, "A", total_bytes=None, used_bytes=None, notes=("MIG",)),))}, "note",
+         "GPU 5: MIG", "", ""),
+        ({"gpus": NvmlSample((NvmlGpu(3, "A", total_bytes=None, used_bytes=GIB),))}, "warning",
+         "GPU 3 is in use: 1.00 GiB, by processes that are not shown", "missing to you", "memprof monitor --once"),
+        ({"host": HostLimits(shm_total_bytes=64 * MIB)}, "warning", "/dev/shm has 64.00 MiB: DataLoader", "64 MiB",
+         "docker run --shm-size=16g ...  # or --ipc=host"),
+        ({"host": HostLimits(shm_total_bytes=10 * GIB, shm_free_bytes=2 * MIB)}, "warning",
+         "/dev/shm is nearly full: 2.00 MiB left", "killed runs", "ls -l /dev/shm"),
+        ({"host": HostLimits(total=80 * GIB, locked_limit_bytes=8 * MIB)}, "note", "limited to 8.00 MiB", "NCCL",
+         "ulimit -l unlimited"),
+        ({"host": HostLimits(total=80 * GIB, cgroup_limit_bytes=9 * GIB)}, "note", "9.00 GiB of 80.00 GiB",
+         "exit code 137", ""),
+        ({"names": PrivateNames(error="ImportError: x")}, "error",
+         "torch 2.13.0+cu130 cannot be imported: ImportError: x", "reinstall", ""),
+        ({"names": PrivateNames(9, {"torch.a": "", "torch.b": ""})}, "error",
+         "torch 2.13.0+cu130 lacks torch.a, torch.b: memprof refuses it", "memprof help releases", ""),
+        ({"names": PrivateNames(9, {"torch.a": "eager"})}, "note", "lacks torch.a", "without: eager", ""),
+        ({"versions": {"transformers": "4.44.2"}}, "warning", "transformers 4.44.2: ", "4.45", ""),
+        ({"versions": {"transformers": "4.45.0"}}, "warning", "transformers 4.45.0: ", "4.46", ""),
+        ({"versions": {"torch": "2.9.1"}}, "warning", "torch 2.9.1: conv3d", "9.15", ""),
+    ],
+)  # fmt: skip
+def test_a_check_of_the_installation(known, severity, words, hint, command):
+    (check,) = check_all(**known)
+    assert (check.severity, check.command) == (severity, command)
+    assert words in check.problem and hint in check.hint
+
+
+def test_errors_come_before_warnings_and_notes():
+    gpu = NvmlGpu(3, "A", total_bytes=None, used_bytes=GIB)
+    found = check_all(NvmlSample((gpu,), notes=("no driver",)), HostLimits(), PrivateNames(9, {"torch.a": ""}))
+    assert [check.severity for check in found] == ["error", "warning", "note"]
+    variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", OLD: "expandable_segment:True"}
+    assert [check.severity for check in check_all(variables=variables)] == ["error", "warning"]
+
+
+def test_releases_that_cannot_be_told_are_taken_for_the_newest():
+    variables = {NEW: SEGMENTS}
+    assert check_all(torch_version="git", variables=variables) == []
+    assert [check.severity for check in check_all(torch_version="2.6", variables=variables)] == ["error"]
+
+
+def test_stubs_are_of_packages_that_are_not_installed():
+    checked = check_installation(environment(), NvmlSample(), HostLimits(), {"flash-attn": "2.8.3"}.get, PrivateNames())
+    stubs = dict(checked.facts)["replaced by a stub"].split(", ")
+    assert {"apex 0.1", "causal_conv1d 1.6.1"} <= set(stubs) and "flash_attn 2.8.3" not in stubs
+    everything = check_installation(environment(), NvmlSample(), HostLimits(), lambda name: "1", PrivateNames())
+    assert "replaced by a stub" not in dict(everything.facts)
+    libraries = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "vllm", "flash-attn")
+    assert dict.fromkeys(libraries, "1").items() <= dict(everything.facts).items()
+
+
+@pytest.mark.parametrize(("soft", "limit"), [(resource.RLIM_INFINITY, None), (65_536, 65_536)])
+def test_limits_of_this_machine(monkeypatch: pytest.MonkeyPatch, soft: int, limit: int | None):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=7, f_frsize=512, f_bavail=5, f_bsize=1))
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: asked.append(kind) or (soft, 1))
+    monkeypatch.setattr("memprof.doctor.installation.memory_bytes", lambda: 10)
+    monkeypatch.setattr("memprof.doctor.installation.available_bytes", lambda: 9)
+    monkeypatch.setattr("memprof.doctor.installation._read_cgroup_limit", lambda: 8)
+    assert read_host_limits() == HostLimits(10, 9, 7 * 512, 5 * 512, limit, 8)
+    assert asked == [resource.RLIMIT_MEMLOCK]
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_affected"),
+    [
+        ({"torch": "2.8.9"}, False), ({"torch": "2.9"}, True), ({"torch": "2.10"}, False),
+        ({"torch": "2.9", "nvidia-cudnn-cu12": "9.14.9"}, True), ({"torch": "2.9", "nvidia-cudnn-cu12": "9.15"}, False),
+        ({"transformers": "4.44.9"}, True), ({"transformers": "4.45"}, True), ({"transformers": "4.46"}, False),
+    ],
+)  # fmt: skip
+def test_the_first_and_the_last_release_with_a_problem(versions: dict[str, str], is_affected: bool):
+    assert len(check_all(versions=versions)) == is_affected

@@ -49,6 +49,32 @@ def test_an_error_is_found_once_a_line():
     assert [one.line for one in passages(text + b"\n" + text)] == [1, 3]
 
 
+def test_what_stands_before_an_error_is_from_the_beginning_of_a_long_log():
+    after = b"\n" + b"x\n" * (20 * KIB)
+    assert [(one.text_before, one.line) for one in passages(b"\none\n" + ERROR + after)] == [("\none\n", 3)]
+    assert [(one.text_before, one.line) for one in passages(b"\n" + ERROR + after)] == [("\n", 2)]
+
+
+def test_an_error_of_another_wording_in_a_long_line_is_found_after_4_kib():
+    """2 KiB of a line belong to an error on either side."""
+    for distance, lines in ((4095, [1]), (4096, [1, 1])):
+        begin = b"CUDA out "
+        found = passages(begin + b"of memory".ljust(distance, b".") + b"OutOfMemoryError")
+        assert [one.line for one in found] == lines
+    assert found[1].text_after.index("OutOfMemoryError") == 2048
+
+
+def test_words_of_an_error_are_in_one_line():
+    assert [one.line for one in passages(b"it will allocate more\n\nTried to allocate 2 GiB\n")] == [3]
+    assert [one.line for one in passages(b"Tried to allocate 2 GiB\n\nit will allocate more\n")] == [1]
+
+
+def test_bytes_that_are_no_text_are_replaced():
+    log = LogReader(io.BytesIO(b"\xff\n" + ERROR + b"\xfe"), "log")
+    (found,) = log.read_passages()
+    assert (found.text_before, found.text_after[-1], log.head[:2]) == ("\ufffd\n", "\ufffd", "\ufffd\n")
+
+
 def test_at_most_60_passages_of_one_wording():
     assert [one.line for one in passages((ERROR + b"\n") * 61)] == list(range(1, 61))
     both = passages((ERROR + b"\n") * 61 + b"Killed\n")
@@ -97,7 +123,7 @@ def test_what_is_another_kind_of_file(begin: bytes, words: list[str]):
 
 @pytest.mark.parametrize(("controls", "is_text"), [(22, True), (23, False)])
 def test_one_byte_in_50_may_control_a_terminal(controls: int, is_text: bool):
-    data = b"\x01" * controls + b"a" * (1000 - controls)
+    data = b"\x01" * (controls // 2) + b"\x02" * (controls - controls // 2) + b"a" * (1000 - controls)
     if is_text:
         assert passages(data) == []
     else:

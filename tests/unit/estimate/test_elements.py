@@ -71,6 +71,13 @@ def test_tensor_parallel_ranks_share_heads_and_intermediate_size() -> None:
         ("pp=4:microbatches=5", 4, 3, Rank(stages=4, stage=3, in_flight=1, microbatches=5)),
         ("pp=4:gpipe:microbatches=5", 4, 3, Rank(stages=4, stage=3, in_flight=5, microbatches=5)),
         ("pp=4:gpipe:microbatches=3", 4, 0, Rank(stages=4, stage=0, in_flight=3, microbatches=3)),
+        ("pp=2:microbatches=2", 2, 0, Rank(stages=2, stage=0, in_flight=2, microbatches=2)),
+        (
+            "pp=4:microbatches=4,fsdp=2",
+            8,
+            1,
+            Rank(2, 2, 2, replicas=2, gathers=True, stages=4, stage=1, in_flight=3, microbatches=4),
+        ),
     ],
 )
 def test_a_rank_of_a_plan(text: str, gpus: int, stage: int, rank: Rank) -> None:
@@ -84,8 +91,22 @@ def test_each_stage_has_one_rank() -> None:
     model = dataclasses.replace(tiny_model(), config={"num_attention_heads": 4, "num_hidden_layers": 3})
     assert list_ranks(model, plan("full"), "", 1) == [SINGLE_GPU]
     assert [rank.stage for rank in list_ranks(model, plan("full"), "pp=3", 3)] == [0, 1, 2]
-    with pytest.raises(UsageError, match="no layers over GPUs"):
-        list_ranks(model, plan("inference"), "device-map", 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "column", "text", "problem"),
+    [
+        ("inference", "bfloat16", "device-map", "no layers over GPUs"),
+        ("inference", "bfloat16", "pp", "a pipeline trains"),
+        ("lora", "bfloat16", "tp", "lora beside tp"),
+        ("lora", "int4", "fsdp", "quantized weights are not spread"),
+    ],
+)
+def test_a_plan_that_a_method_does_not_have(method: str, column: str, text: str, problem: str) -> None:
+    model = dataclasses.replace(tiny_model(), config={"num_attention_heads": 4, "num_hidden_layers": 3})
+    with pytest.raises(UsageError, match=problem) as refused:
+        list_ranks(model, plan(method, column), text, 2)
+    assert refused.value.value == f"--parallel {text}"
 
 
 @pytest.mark.parametrize(("text", "is_whole"), [("fsdp", True), ("cp", True), ("tp", False), ("pp", False)])
@@ -96,5 +117,5 @@ def test_a_chunked_loss_needs_a_whole_head(text: str, is_whole: bool) -> None:
     if is_whole:
         assert list_ranks(model, plan("full", chunked_loss=True), text, 2)
         return
-    with pytest.raises(UsageError, match="chunked loss needs a head"):
+    with pytest.raises(UsageError, match=rf"chunked loss needs a head .*\n  value: --parallel {text}"):
         list_ranks(model, plan("full", chunked_loss=True), text, 2)

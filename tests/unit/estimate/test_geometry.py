@@ -41,7 +41,12 @@ def test_a_number_of_parameters_is_kept_and_its_shape_is_near():
     assert subject.num_parameters == 1_200_000_000
     assert subject.is_derived
     assert abs(subject.geometry.num_parameters / 1.2e9 - 1) < 0.02
-    assert f"{subject.geometry.hidden:,}" in subject.rule
+    assert (
+        "15 layers, hidden size 2,048, 32 heads of 64 (8 for keys and values), intermediate size 8,448, vocabulary "
+        "128,256: 1,198,585,856 parameters. Weights, gradients and optimizer state are of the 1,200,000,000 given"
+    ) in subject.rule
+    assert (subject.name, subject.checkpoint_dtype, subject.origin) == ("1.2B parameters", "bfloat16", "params")
+    assert subject.config["num_hidden_layers"] == 15
 
 
 def test_a_size_is_the_published_model():
@@ -54,6 +59,11 @@ def test_a_configuration_is_the_catalog_model(tmp_path):
     subject = build_from_config(tmp_path)
     assert subject.geometry == build_from_model("qwen3-4b").geometry
     assert build_from_model(str(path)).num_parameters == subject.num_parameters
+    assert (subject.origin, subject.path, subject.name) == ("config", str(path), tmp_path.name)
+    for dtype in ({"dtype": "float16"}, {"torch_dtype": "float16"}, {}):
+        config = {name: value for name, value in subject.config.items() if "dtype" not in name}
+        path.write_text(json.dumps(config | dtype))
+        assert build_from_config(path).checkpoint_dtype == ("float16" if dtype else "float32")
 
 
 GOOD = dict(build_from_model("llama-3.2-1b").config)
@@ -132,6 +142,9 @@ LAYER_NORM = {"is_gated": False, "norm": "layer", "has_qkv_bias": True, "has_o_b
         ("opt", NEW | {"ffn_dim": 100, "activation_function": "relu"},
          {**LAYER_NORM, "kv_heads": 4, "intermediate": 100, "rotary_fraction": 0.0, "num_positions": 79,
           "activation": "relu", "has_dropout": True, "tied": True}),
+        ("opt", NEW | {"ffn_dim": 100, "activation_function": "relu", "dropout": 0.0},
+         {**LAYER_NORM, "kv_heads": 4, "intermediate": 100, "rotary_fraction": 0.0, "num_positions": 79,
+          "activation": "relu", "tied": True}),
         ("gpt_neox", NEW | {"hidden_act": "gelu"},
          {**LAYER_NORM, "kv_heads": 4, "rotary_fraction": 0.25, "has_fused_qkv": True, "activation": "gelu"}),
         ("gpt_neox", NEW | {"rotary_pct": 0.5, "attention_bias": False, "hidden_dropout": 0.1},
@@ -139,6 +152,9 @@ LAYER_NORM = {"is_gated": False, "norm": "layer", "has_qkv_bias": True, "has_o_b
           "has_qkv_bias": False, "has_o_bias": False, "has_dropout": True}),
         ("gpt_neox", NEW | {"rope_parameters": {"partial_rotary_factor": 0.75}},
          {**LAYER_NORM, "kv_heads": 4, "rotary_fraction": 0.75, "has_fused_qkv": True, "activation": "gelu"}),
+        ("phi", NEW | {"hidden_act": "gelu_new", "resid_pdrop": 0.1, "partial_rotary_factor": 0.4},
+         {**LAYER_NORM, "kv_heads": 4, "rotary_fraction": 0.4, "num_norms": 1, "has_head_bias": True,
+          "activation": "gelu-python", "has_dropout": True}),
         ("phi", NEW | {"hidden_act": "gelu_new"},
          {**LAYER_NORM, "kv_heads": 4, "rotary_fraction": 0.5, "num_norms": 1, "has_head_bias": True,
           "activation": "gelu-python"}),
@@ -174,3 +190,5 @@ def test_a_module_that_there_is_not_is_refused():
     with pytest.raises(UsageError, match="unknown --lora-targets") as refused:
         TINY.resolve_lora_targets("q_proj,k_prj")
     assert refused.value.hint == "did you mean 'k_proj'?"
+    with pytest.raises(UsageError, match=r"known: all-linear, down_proj, .*, v_proj"):
+        TINY.resolve_lora_targets("c_attn")

@@ -94,17 +94,6 @@ def test_rotary_positions(changes: dict, setting: dict, peak: int, itemsize: int
     assert (output.width, output.itemsize, output.name) == (64, itemsize, "query")
 
 
-def test_rotary_positions_negate_half_of_what_they_turn() -> None:
-    layer = make()
-    x = layer.tape.add_input(64, 2, needs_grad=True, name="x")
-    layer.tape.add_bytes(0)
-    layer.record_rotary(x, "query")
-    assert layer.tape.peak == 3 * 128
-    layer = make(itemsize=4, amp=True)
-    layer.record_rotary(layer.tape.add_input(64, 2, needs_grad=True, name="x"), "query")
-    assert layer.tape.peak == 3 * 256
-
-
 def test_no_rotary_positions() -> None:
     layer = make({"rotary_fraction": 0.0})
     (x,) = tensors(layer, 64)
@@ -313,6 +302,59 @@ def test_a_layer(changes: dict, saved: int, num_parameters: int) -> None:
     assert tape.live == 2 * num_parameters + 128
 
 
+LLAMA = {
+    "hidden states, float32 for the norm": 256, "norm statistics": 8, "input of attention before its weight": 128,
+    "input of attention": 128, "query": 128, "key": 64, "value": 64, "attention output": 128,
+    "attention output (statistics)": 16, "residual after attention, float32 for the norm": 256,
+    "input of MLP before its weight": 128, "input of MLP": 128, "gate": UP, "activated gate": UP, "up": UP,
+    "gate times up": UP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "expected"),
+    [
+        ({}, {}, LLAMA),
+        # Each of four heads and two has statistics of its own.
+        ({"qk_norm": "head", "family": "qwen3"}, {},
+         {**LLAMA, "norm statistics": 8 + 16 + 8, "query, float32 for the norm": 256,
+          "query, normed before its weight": 128, "key, float32 for the norm": 128,
+          "key, normed before its weight": 64}),
+        # Query, key and value are views of one tensor; gate and up are one. Rotary positions make a query and a key.
+        ({"has_fused_qkv": True, "has_fused_gate_up": True, "family": "phi3"}, {},
+         {**{name: size for name, size in LLAMA.items() if name not in ("value", "gate", "up")},
+          "query, key, value": 256, "attention output, heads side by side": 128, "gate and up": 2 * UP}),
+        ({**PLAIN, "family": "gpt2", "activation": "gelu-python", "has_fused_qkv": True, "rotary_fraction": 0.0,
+          "has_dropout": True}, {},
+         {"hidden states": 128, "input of attention (statistics)": 8, "input of attention": 128,
+          "query, key, value": 384, "attention output": 128, "attention output (statistics)": 16,
+          "dropout (statistics)": 128, "residual after attention": 128, "input of MLP (statistics)": 8,
+          "input of MLP": 128, "MLP up": UP, "half of the input of GELU": UP, "tanh of GELU": UP,
+          "1 + tanh of GELU": UP, "activated": UP}),
+        ({"norm": "gemma", "num_norms": 4, "family": "gemma2"}, {},
+         {"hidden states, float32 for the norm": 256, "norm statistics": 16,
+          "input of attention before its weight, float32": 256, "input of attention": 128, "query": 128,
+          "key, repeated": 128, "value, repeated": 128, "attention scores, capped": 8,
+          "attention scores, float32": 16, "attention scores after softmax": 8,
+          "attention output, heads side by side": 128, "attention projection, float32 for the norm": 256,
+          "output of attention, normed before its weight, float32": 256,
+          "residual after attention, float32 for the norm": 256, "input of MLP before its weight, float32": 256,
+          "input of MLP": 128, "gate": UP, "activated gate": UP, "up": UP, "gate times up": UP,
+          "MLP down, float32 for the norm": 256, "output of MLP, normed before its weight, float32": 256}),
+        ({}, {"itemsize": 4, "amp": True, "quantize": "int4", "trains_weights": False, "lora_rank": 8,
+              "lora_targets": ("q", "v")},
+         {"hidden states": 256, "norm statistics": 8, "input of attention, cast for LoRA": 256, "LoRA": 32,
+          "query, cast": 128, "key, cast": 64, "value, cast": 64, "attention output": 128,
+          "attention output (statistics)": 16, "residual after attention": 256, "gate": 2 * UP,
+          "activated gate": 2 * UP, "up": 2 * UP}),
+    ],
+)  # fmt: skip
+def test_saved_tensors_have_names(changes: dict, setting: dict, expected: dict[str, int]) -> None:
+    """Those that `memprof estimate --explain` lists."""
+    tape, _ = record_layer(make(changes, **setting).setting)
+    assert tape.sum_saved_by_name() == expected
+
+
 @pytest.mark.parametrize(
     ("setting", "saved"),
     [
@@ -320,11 +362,24 @@ def test_a_layer(changes: dict, saved: int, num_parameters: int) -> None:
         ({"ulysses_ranks": 2}, 2 * NORM + ATTENTION + 128 + 4 * UP),
         # In float32 the input and the sum are saved as they are; scaled queries and keys, values, and the softmax.
         ({"itemsize": 4}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 16 + 256 + 8 * UP),
+        # Its input is saved by a matrix in int8; casts of query, key and value.
+        (
+            {"itemsize": 4, "amp": True, "quantize": "int8", "trains_weights": False},
+            2 * (256 + 4 + 256) + ATTENTION + 8 * UP,
+        ),
         ({"itemsize": 4, "padded": True}, 2 * (256 + 4 + 256 + 256) + 3 * 256 + 256 + 16 + 64 + 8 * UP),
     ],
 )
 def test_a_layer_in_other_settings(setting: dict, saved: int) -> None:
-    assert record_layer(make(**setting).setting)[1] == saved
+    layer = make(**setting)
+    assert record_layer(layer.setting)[1] == saved
+    # The backward frees all but gradients.
+    hidden = layer.tape.add_input(64, layer.setting.stream_itemsize, needs_grad=True, name="hidden states")
+    output = layer.record(hidden)
+    layer.tape.drop(output)
+    grads = layer.setting.itemsize * (49_152 + 128) * layer.setting.trains_weights
+    assert layer.tape.run_backward(output) == grads
+    assert layer.tape.live == grads + hidden.num_bytes
 
 
 def test_a_mask_has_rows_of_16_elements() -> None:

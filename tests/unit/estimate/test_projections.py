@@ -58,8 +58,14 @@ QLORA = {"amp": True, "trains_weights": False}
         # float32. The weight in float32 for the gradient of the input, which is there already.
         ("q", 4, {"quantize": "int8", **QLORA}, 0, 3 * (64 + 64 * (4 + 2 + 4)), 0, 2 * 768 + 16_384),
         ("down", 4, {"quantize": "int8", **QLORA}, 0, 3 * 192 * 6, 0, 768 + 2304 + 4 * 192 * 64),
+        ("q", 2, {"quantize": "int4", "training": False}, 0, 8192 + 384, 0, None),
         ("q", 2, {"quantize": "fp8", "training": False}, 0, 384 + 3 * 64, 0, None),
         ("q", 2, {"quantize": "awq-int4", "training": False}, 0, 384, 0, None),
+        # From 64 to 192 elements and back: the input is quantized, and the product larger or smaller.
+        ("gate", 2, {"quantize": "fp8", "training": False}, 0, 3 * 384 + 3 * 64, 0, None),
+        ("down", 2, {"quantize": "fp8", "training": False}, 0, 384 + 3 * 192, 0, None),
+        ("gate", 2, {"quantize": "gptq-int8", "training": False}, 0, 3 * 384, 0, None),
+        ("down", 4, {"quantize": "int4", **QLORA}, 0, 1152 + 24_576 + 768, 0, 384 + 1152 + 24_576),
     ],
 )  # fmt: skip
 def test_a_linear_layer(matrix, itemsize, setting, saved, peak, grads, backward) -> None:
@@ -87,8 +93,8 @@ def test_scales_are_in_float32_while_they_are_more_than_the_product() -> None:
 
 @pytest.mark.parametrize("quantize", ["awq-int4", "gptq-int8"])
 def test_long_inputs_are_multiplied_with_a_dequantized_weight(quantize: str) -> None:
-    peaks = [record("q", 2, tokens=tokens, quantize=quantize, training=False)[0].peak for tokens in (1023, 1024)]
-    assert peaks == [128 * 1023, 128 * 1024 + 8192]
+    peaks = [record("gate", 2, tokens=tokens, quantize=quantize, training=False)[0].peak for tokens in (1023, 1024)]
+    assert peaks == [384 * 1023, 384 * 1024 + 2 * 64 * 192]
 
 
 LORA = {"lora_rank": 5, "lora_targets": ("q",), "trains_weights": False}

@@ -70,6 +70,22 @@ def test_full_training(optimizer: str, state: float, temporaries: int) -> None:
     assert compute_static_memory(tiny_model(), plan("mixed", optimizer=optimizer)) == expected
 
 
+def test_weights_of_another_number_are_rounded() -> None:
+    """Ten of so many, of a byte and a scale each: 17.80."""
+    of_all = compute_static_memory(tiny_model(), plan("weights", "int8")).parameters
+    assert 10 * of_all % COUNT > COUNT / 2
+    assert compute_static_memory(tiny_model(count=10), plan("weights", "int8")).parameters == 10 * of_all // COUNT + 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [("adamw-8bit", 35), ("torchao-adamw-8bit", 35), ("torchao-adamw-4bit", 18), ("paged-adamw-8bit", 0)],
+)
+def test_bytes_of_quantized_state_are_rounded(optimizer: str, state: int) -> None:
+    """17 times 2 + 2 x 4 / 256, or 1 + 2 x 4 / 128, bytes: 34.53, 18.06."""
+    assert compute_static_memory(tiny_model(None, 17), plan("full", optimizer=optimizer)).optimizer == state
+
+
 @pytest.mark.parametrize(("hidden", "is_float32"), [(64, True), (4095, True), (4096, False)])
 def test_8_bit_adamw_keeps_the_state_of_small_tensors_in_float32(hidden: int, is_float32: bool) -> None:
     geometry = dataclasses.replace(TINY, hidden=hidden)

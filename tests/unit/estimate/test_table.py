@@ -89,6 +89,7 @@ def test_order_of_the_methods(model):
 def test_a_verdict_is_borderline_within_the_band():
     cell = build_estimate(build_from_model("llama-3.2-1b")).cells["inference", "bfloat16"]
     _, low, high = cell.compute_ranges()[DEVICE_USED]
+    assert (FITS, BORDERLINE, NO) == ("fits", "borderline", "no")  # in JSON
     for size, verdict in ((low - 1, NO), (low, BORDERLINE), (high - 1, BORDERLINE), (high, FITS)):
         assert cell.judge_fit(custom_gpu(size)) == verdict
 
@@ -114,7 +115,7 @@ def test_lengths_that_vary_take_what_the_longest_batch_takes(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("10 200 30 40")
     answer = build_estimate(build_from_model("gpt2"), EstimateOptions(lengths=str(path), batch_size=2))
-    assert answer.context_length == 200
+    assert (answer.context_length, answer.lengths, answer.batch_size, answer.gpus) == (200, str(path), 2, 1)
     cell = answer.cells["full", "bfloat16"]
     options = EstimateOptions(context_length=200, batch_size=2)
     constant = build_estimate(build_from_model("gpt2"), options).cells["full", "bfloat16"]
@@ -196,7 +197,9 @@ def test_ranges_have_the_bands_around_and_what_is_allocated_at_least(bands):
     assert weights.compute_ranges()[RESERVED] == (10_000, 10_000, 11_000)
 
 
-@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "AdamW"), ("sgd", "SGD"), ("rmsprop", "rmsprop")])
+@pytest.mark.parametrize(
+    ("optimizer", "name"), [("adamw", "AdamW"), ("adam", "Adam"), ("sgd", "SGD"), ("rmsprop", "rmsprop")]
+)
 def test_titles_name_the_optimizer(optimizer, name):
     titles = [
         dataclasses.replace(CELL, plan=plan(method, optimizer=optimizer)).title for method in ("full", "mixed", "lora")
@@ -293,8 +296,22 @@ def test_the_column_of_what_is_asked(asked, column):
     ],
 )
 def test_wrong_values_are_refused(wrong):
-    with pytest.raises(UsageError):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UsageError, match=name if name == "dtype" else f"--{name.replace('_', '-')}") as refused:
         build_estimate(tiny_model(), EstimateOptions(**wrong))
+    assert str(value) in str(refused.value)
+
+
+def test_a_plan_has_the_options_that_a_method_takes():
+    options = EstimateOptions(
+        optimizer_impl="fused", chunked_loss=True, lora_rank=4, lora_targets="q_proj", new_tokens=3, optimizer="sgd"
+    )
+    cells = build_estimate(tiny_model(), options).cells
+    for method, chunked_loss in (("inference", False), ("lora", True)):
+        asked = {"lora_rank": 4, "lora_targets": "q_proj", "new_tokens": 3, "optimizer": "sgd", "fused": True}
+        assert cells[method, "bfloat16"].plan == plan(method, chunked_loss=chunked_loss, **asked)
+    options = EstimateOptions(optimizer_impl="foreach")
+    assert build_estimate(tiny_model(), options).cells["full", "bfloat16"].plan == plan("full")
 
 
 def test_positions_that_a_model_lacks_are_refused():

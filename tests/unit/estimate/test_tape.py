@@ -34,6 +34,37 @@ def test_a_view_keeps_the_whole():
     assert tape.live == 48
 
 
+def test_the_gradient_of_a_part_is_one_of_the_whole():
+    tape = Tape(tokens=1, training=True)
+    x = tape.add_input(4, 4, needs_grad=True, name="x")
+    whole = tape.record([x], 12, 4, name="whole")
+    part = tape.view(whole, 4, "part")
+    out = tape.record([part], 4, 4)
+    tape.drop(whole, part, out)
+    tape.peak = tape.live
+    tape.run_backward(out)
+    # 16 bytes of the part's beside 48 of the whole's, and these beside the input's.
+    assert (tape.peak, tape.live) == (64, 16)
+
+
+def test_what_the_output_is_not_made_of_has_no_gradient():
+    tape = Tape(tokens=10, training=True)
+    x = tape.add_input(8, 2, needs_grad=True, name="x")
+    used, other = tape.record([x], 8, 2), tape.record([x], 8, 2)
+    tape.drop(used, other)
+    tape.run_backward(used)
+    assert tape.live == x.num_bytes
+
+
+def test_a_sum_without_gradients_has_none():
+    tape = Tape(tokens=10, training=True)
+    parts = [tape.add_input(8, 2, needs_grad=False, name="x") for _ in range(2)]
+    total = tape.add(*parts)
+    tape.drop(tape.record([total], 8, 2, saves=[total]), total)
+    assert (total.needs_grad, tape.saved_bytes, tape.live) == (False, 0, 0)
+    assert tape.add(parts[0], tape.add_input(8, 2, needs_grad=True, name="y")).needs_grad
+
+
 def test_the_backward_gives_everything_back_and_leaves_gradients():
     tape = Tape(tokens=10, training=True)
     x = tape.add_input(8, 2, needs_grad=True, name="x")

@@ -272,6 +272,17 @@ def test_a_rank_of_fully_shard_gathers_layers() -> None:
     assert found["second layer, backward"]["gradients"] == 2 * LAYER // 4 + 2 * TABLE
 
 
+def test_shards_are_fewer_than_ranks() -> None:
+    """Two replicas of three shards."""
+    found = moments("full", rank=Rank(3, 3, 3, replicas=6, gathers=True))
+    step = found["optimizer step"]
+    third = 2 * COUNT // 3
+    assert step == {"parameters": third, "optimizer state": 2 * third, "gradients": third, "temporaries": third}
+    # What is not at a moment has no row.
+    first, *_ = list_moments(tiny_model(), plan("full"), 1, 10, Rank(3, 3, 3, replicas=6, gathers=True))
+    assert "communication" not in first.terms and "unsharded parameters" in first.terms
+
+
 def test_parameters_that_stay_gathered_are_those_of_the_layers_that_are_left() -> None:
     found = moments("full", rank=Rank(4, 4, 4, replicas=4, gathers=True, reshard=False))
     assert {name: found[name]["unsharded parameters"] for name in found if "layer" in name or "loss" in name} == {

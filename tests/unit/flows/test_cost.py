@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from memprof.device.catalog import find_gpu
-from memprof.flows.cost import StepWork, compute_cost, compute_step_work
+from memprof.findings import Finding, Severity
+from memprof.flows.account import analyze
+from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
+from memprof.report.documents.ladder import Bottleneck
+from memprof.report.documents.report import FailureRow
 from memprof.trace.events import GPU, HOST, PhaseKind, Work
+from tests.unit.report.runs import MIB, facts
 from tests.unit.traces import TraceBuilder
 
 # Each second 1e12 float32 operations, 1e9 bytes of memory, 1e8 of the link to the host, and 1e7 of that to other GPUs.
@@ -57,6 +63,14 @@ def test_an_operator_takes_the_longer_of_operations_and_bytes(call, seconds):
     assert work.seconds == pytest.approx(seconds)
 
 
+def test_calls_take_their_time_one_after_another():
+    calls = [
+        _call(operations=10**12, link=10**7), _call(num_bytes=2 * 10**9), _call(to_device=10**8),
+        _call(to_host=3 * 10**8, link=2 * 10**7), _call(device=HOST, num_bytes=3), _call(device=HOST, num_bytes=4),
+    ]  # fmt: skip
+    assert compute_step_work(_work(*calls), RATES) == StepWork(10**12, 4 * 10**8, 7, 3.0, 4.0, 3 * 10**7, 3.0)
+
+
 def test_without_a_known_rate_only_bytes_take_time():
     gpu = dataclasses.replace(RATES, peak_flops={})
     assert compute_step_work(_work(_call(operations=10**12, num_bytes=2 * 10**7)), gpu).compute_seconds == 0.02
@@ -93,9 +107,10 @@ def test_only_the_last_step_counts():
     assert compute_step_work(trace, RATES).operations == 10**13
 
 
-@pytest.mark.parametrize(("micro_batches", "operations"), [(0, 3), (2, 3), (3, 5), (4, 7)])
+@pytest.mark.parametrize(("micro_batches", "operations"), [(0, 7), (2, 7), (3, 9), (4, 11)])
 def test_the_last_micro_batch_stands_for_those_that_were_not_run(micro_batches, operations):
-    trace = _work(_call(0, operations=1), _call(1, operations=2), micro_batches=((1, 1), (1, 2)))
+    works = [_call(phase, operations=operations) for phase, operations in enumerate((8, 16, 5, 2))]
+    trace = _work(*works, micro_batches=((4, 2), (4, 3), (5, 1), (5, 2)))
     assert compute_step_work(trace, RATES, micro_batches).operations == operations
 
 
@@ -117,7 +132,85 @@ def test_the_cost_of_a_fix_is_what_it_adds():
 
 
 def test_without_counted_work_a_fix_has_no_cost():
-    cost = compute_cost(None, StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0), "exact", "", (7.0, 8))
+    work = StepWork(1, 1, 1, 1.0, 1.0, 1, 1.0)
+    assert compute_cost(work, None, "exact", "") == compute_cost(None, work, "exact", "")
+    cost = compute_cost(None, work, "exact", "", (7.0, 8))
     assert (cost.operations, cost.step_seconds, cost.extra_seconds, cost.numerics) == (None, None, None, "exact")
     assert (cost.compile_seconds, cost.compiled_kernels) == (7.0, 8)
     assert compute_cost(None, None, "exact", "").compile_seconds is None
+
+
+def _report(usable_bytes: int | None = 0, findings: tuple = (), failure: FailureRow | None = None, **verdict: Any):
+    """Return a report on a peak of 8 MiB in the second step's forward, of which 6 MiB are activations."""
+    builder = TraceBuilder(None)
+    builder.phase(PhaseKind.FORWARD, 2)
+    builder.alloc(MIB)
+    builder.trace.facts = facts()
+    report = analyze(builder.trace)
+    return dataclasses.replace(
+        report,
+        peak=dataclasses.replace(
+            report.peak, stage="forward", step=2, allocated_bytes=8 * MIB,
+            categories={"activations": 6 * MIB, "parameters": 2 * MIB},
+        ),
+        device=dataclasses.replace(report.device, usable_bytes=usable_bytes),
+        verdict=dataclasses.replace(report.verdict, **verdict),
+        findings=findings,
+        failure=failure,
+    )  # fmt: skip
+
+
+OOM: dict[str, Any] = {
+    "fits": False, "oom_stage": "backward", "oom_step": 3, "tried_to_allocate_bytes": 4 * MIB,
+    "reserved_bytes": 7 * MIB, "in_use_bytes": 2 * MIB,
+}  # fmt: skip
+MISMATCH = Finding("device-mismatch", Severity.ERROR, "", None, (), ())
+OTHER = Finding("fragmentation", Severity.NOTE, "", None, (), ())
+FAILURE = FailureRow("error", "backward", "RuntimeError", "", None, None, None)
+LARGEST = "activations, 6.00 MiB (75% of the peak), in forward"
+REFUSED = "out of memory in backward of step 3: 4.00 MiB requested"
+
+
+@pytest.mark.parametrize(
+    ("report", "bottleneck"),
+    [
+        (_report(), Bottleneck("forward", 2, "activations", 6 * MIB, LARGEST)),
+        # Neither is the GPU's: what it has most of is what there is to say.
+        (_report(fits=None), Bottleneck("forward", 2, "activations", 6 * MIB, LARGEST)),
+        (
+            _report(fits=False, host_over_bytes=3 * MIB),
+            Bottleneck("forward", 2, "activations", 6 * MIB, "3.00 MiB more host memory than there is (--host-memory)"),
+        ),
+        (
+            _report(None, **OOM),
+            Bottleneck("backward", 3, "activations", 6 * MIB, f"{REFUSED}; at the peak activations, 6.00 MiB"),
+        ),
+        # One byte too small for all tensors, and just large enough: then pieces are.
+        (
+            _report(8 * MIB - 1, **OOM),
+            Bottleneck("backward", 3, "activations", 6 * MIB, f"{REFUSED}; at the peak activations, 6.00 MiB"),
+        ),
+        (
+            _report(8 * MIB, **OOM),
+            Bottleneck("backward", 3, "fragmentation", 5 * MIB, f"{REFUSED}, 5.00 MiB reserved in pieces too small"),
+        ),
+        (
+            _report(**{**OOM, "oom_stage": "model", "oom_step": 0}),
+            Bottleneck(
+                "model", 0, "activations", 6 * MIB,
+                "out of memory in model: 4.00 MiB requested; at the peak activations, 6.00 MiB",
+            ),
+        ),
+        (
+            _report(findings=(OTHER, MISMATCH), **OOM),
+            Bottleneck("forward", 2, "activations", 6 * MIB, "stops where tensors of two devices meet"),
+        ),
+        (_report(findings=(OTHER,)), Bottleneck("forward", 2, "activations", 6 * MIB, LARGEST)),
+        (
+            _report(failure=FAILURE, findings=(MISMATCH,), **OOM),
+            Bottleneck("forward", 2, "activations", 8 * MIB, "fails in backward"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_bottleneck_is_where_a_run_fails_or_has_its_peak(report, bottleneck):
+    assert find_bottleneck(report) == bottleneck
