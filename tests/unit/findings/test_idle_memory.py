@@ -9,6 +9,7 @@ import pytest
 
 from memprof.findings import Finding, Severity, find_all
 from memprof.findings.idle_memory import find
+from memprof.findings.idle_storages import awaits_backward, find_idle_storages, find_phase
 from memprof.trace.events import NONE, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
@@ -563,3 +564,151 @@ def test_what_caught_errors_keep_is_one_finding_a_holder(holder: Holder, by: str
     assert finding.is_decisive and finding.num_bytes == 200 * MIB
     assert f"tensors of an attempt that ran out of memory, kept by {by}" in finding.title
     assert fix in finding.evidence[0].text and finding.evidence[0].source == holder.source
+
+
+# -- what is idle, function by function ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("used", "kind"), [(0, PhaseKind.MODEL), (1, PhaseKind.MODEL), (3, PhaseKind.MODEL), (4, PhaseKind.FORWARD)]
+)
+def test_a_use_is_of_the_phase_that_was_running_before_it(used: int, kind: PhaseKind) -> None:
+    """The forward begins at event 3: what is used after three events was used before it."""
+    b = TraceBuilder()
+    for _ in range(2):
+        b.alloc(MIB)
+    b.phase(PhaseKind.FORWARD)
+    assert find_phase(b.context().phases, used).kind is kind
+
+
+@pytest.mark.parametrize("before_free", [False, True])
+def test_what_dies_as_the_next_phase_begins_is_no_more_idle(before_free: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    out = b.alloc(100 * MIB)
+    b.use(out)
+    if before_free:
+        b.free(out)
+    b.phase(PhaseKind.FORWARD, 2)
+    if not before_free:
+        b.free(out)
+    assert find_idle_storages(b.context()) == [out] * (not before_free)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_idle"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"hidden": True}, False),
+        ({"next": PhaseKind.OTHER}, False),
+        ({"next": PhaseKind.DECODE}, True),
+        ({"next": PhaseKind.EVALUATION}, True),
+    ],
+)
+def test_idle_storages_are_on_the_gpu_when_a_phase_computes(change: dict[str, Any], is_idle: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    following = change.pop("next", PhaseKind.FORWARD)
+    out = b.alloc(100 * MIB, **change)
+    b.use(out)
+    b.phase(following, 2)
+    b.alloc(MIB)
+    b.phase(PhaseKind.OTHER, 2)
+    b.free(out)
+    b.use()
+    assert find_idle_storages(b.context()) == [out] * is_idle
+
+
+@pytest.mark.parametrize(
+    ("second", "is_idle"),
+    [(PhaseKind.FORWARD, True), (PhaseKind.DECODE, True), (PhaseKind.EVALUATION, True), (PhaseKind.BACKWARD, False)],
+)
+def test_a_batch_is_idle_after_a_whole_pass_that_goes_forward(second: PhaseKind, is_idle: bool) -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    batch = b.alloc(100 * MIB, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.FORWARD)
+    b.use(batch)
+    b.alloc(MIB)
+    b.phase(second, 2)
+    b.alloc(MIB)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    b.use()
+    b.trace.idle_holders.append(OUT._replace(storages=(batch,)))
+    assert find_idle_storages(b.context()) == [batch] * is_idle
+
+
+def test_a_batch_that_is_freed_as_the_pass_ends_is_not() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    batch = b.alloc(100 * MIB, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.FORWARD)
+    b.use(batch)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(MIB)
+    b.free(batch)
+    b.phase(PhaseKind.BACKWARD, 2)
+    b.use()
+    b.trace.idle_holders.append(OUT._replace(storages=(batch,)))
+    assert not find_idle_storages(b.context())
+
+
+@pytest.mark.parametrize(
+    ("elements", "op", "is_used"),
+    [(100, "aten._to_copy", True), (99, "aten._to_copy", False), (100, "aten.mul", False)],
+)
+def test_a_parameter_is_used_while_its_copy_in_half_precision_is(elements: int, op: str, is_used: bool) -> None:
+    """The copy has as many elements, and is made as the parameter is read."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100)
+    b.phase(PhaseKind.FORWARD)
+    copy = b.new(elements, dtype="float16", op=op)
+    b.use(weight)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.use(copy)
+    b.alloc(MIB)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.use(copy)
+    assert (weight in find_idle_storages(b.context())) is not is_used
+
+
+def waiting(
+    nodes: int = 5,
+    *,
+    ended: bool = True,
+    then: PhaseKind | None = None,
+    in_call: bool = True,
+    phase: PhaseKind = PhaseKind.FORWARD,
+) -> bool:
+    """A parameter is used in a forward, in its call or after it, and perhaps another phase begins."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100)
+    b.phase(phase)
+    b.enter("", "Net")
+    begin = len(b.trace.events)
+    b.alloc(MIB)
+    if in_call:
+        b.use(weight)
+    b.alloc(MIB)
+    b.leave()
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, 0, True, nodes, ()))
+    b.alloc(MIB)
+    b.alloc(MIB)
+    if not in_call:
+        b.use(weight)
+    if then is not None:
+        b.phase(then)
+        b.alloc(MIB)
+    b.trace.ended_out_of_memory = ended
+    return awaits_backward(b.context(), weight)
+
+
+def test_the_weights_of_a_call_with_a_graph_wait_for_its_backward() -> None:
+    assert waiting()
+    assert waiting(1) and not waiting(0)
+    assert waiting(0, in_call=False)  # by a function that is no module, with a graph of its own
+    assert not waiting(ended=False)  # then the run shows it
+    assert not waiting(phase=PhaseKind.EVALUATION)
+    assert waiting(then=PhaseKind.OTHER)
+
+
+@pytest.mark.parametrize("then", [PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION])
+def test_after_a_backward_no_graph_of_the_forward_is_waited_for(then: PhaseKind) -> None:
+    assert not waiting(then=then)
