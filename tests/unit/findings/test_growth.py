@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from memprof.findings import Finding, Severity
-from memprof.findings.growth import exhaustion_evidence, is_growing
+from memprof.findings import Context, Finding, Severity, growth
+from memprof.findings.growth import (
+    Key,
+    LeakGroup,
+    by_holder,
+    compute_curve,
+    compute_median_rise,
+    count_idle_iterations,
+    describe_holder,
+    exhaustion_evidence,
+    find_growing_storages,
+    find_holder,
+    find_idle_holder,
+    find_leaks,
+    find_step_leaks,
+    format_holders,
+    holder_evidence,
+    holder_fix_evidence,
+    holder_key,
+    is_growing,
+    is_rising_constantly,
+    is_running_sum,
+    leak_evidence,
+    make_key,
+)
 from memprof.findings.memory_growth import find
-from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Role
+from memprof.trace.events import AUTOCAST_KIND, NONE, CycleKind, Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
+from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
 
 MILLION = MIB // 4  # Elements of float32 in a MiB.
@@ -312,3 +337,331 @@ def test_rounds_are_not_counted_without_a_gpu() -> None:
     b = TraceBuilder()
     b.alloc(MIB)
     assert exhaustion_evidence(b.context(), MIB, "call") is None
+
+
+# -- function by function --------------------------------------------------------------------------------------------
+
+
+def lives(*spans: tuple[int, int, int]) -> Context:
+    """Tensors of so many MiB, each allocated at an event and freed at another, which is 0 if it is not."""
+    b = TraceBuilder()
+    indices: dict[int, int] = {}
+    for event in range(1, 1 + max(max(span[:2]) for span in spans)):
+        for number, (birth, death, mib) in enumerate(spans):
+            if birth == event:
+                indices[number] = b.alloc(mib * MIB)
+            elif death == event:
+                b.free(indices[number])
+    return b.context()
+
+
+@pytest.mark.parametrize(("survivors_only", "curve"), [(False, [3, 4, 4]), (True, [0, 1, 4])])
+def test_bytes_at_the_end_of_each_round(survivors_only: bool, curve: list[int]) -> None:
+    """Rounds end with events 2, 4 and 6: 1 MiB stays from event 1 on, 2 until event 3, 3 from event 4 on, 7 until 6."""
+    context = lives((1, 0, 1), (2, 3, 2), (4, 0, 3), (5, 6, 7), (7, 0, 9))
+    found = compute_curve(context, [0, 1, 2, 3, 4], [2, 4, 6], survivors_only=survivors_only)
+    assert found == [mib * MIB for mib in curve]
+
+
+@pytest.mark.parametrize(
+    ("curve", "num_idle", "expected"),
+    [
+        ([0, 1, 2], 1, False),
+        ([0, 1, 1, 2, 2, 3], 1, True),
+        ([0, 1, 1, 2, 2, 3], 2, False),
+        ([0, 1, 1, 1, 2, 2], 0, True),
+        ([0, 1, 1, 1, 2, 2], 2, True),
+        ([0, 1, 1, 1, 2, 2], 3, False),
+        ([1, 2, 2, 2, 2], 0, False),
+    ],
+)
+def test_rounds_that_allocate_nothing_are_fewer_than_between_two_rises(
+    curve: list[int], num_idle: int, expected: bool
+) -> None:
+    assert is_growing(curve, num_idle) is expected
+
+
+@pytest.mark.parametrize(("members", "num_idle"), [([0], 2), ([1], 2), ([2], 1), ([3, 0], 1), ([0, 4], 0)])
+def test_rounds_after_that_of_the_newest(members: list[int], num_idle: int) -> None:
+    """Rounds end with events 2, 4 and 6; there is an allocation at each event from 1 to 5."""
+    context = lives(*((event, 0, 1) for event in range(1, 6)))
+    assert count_idle_iterations(context, members, [2, 4, 6]) == num_idle
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([1, 2, 3, 4], True),
+        ([2, 4, 6, 8], True),
+        ([1, 2, 3], False),
+        ([1, 2, 2, 3, 4], True),
+        ([1, 2, 2, 3], False),
+        ([1, 2, 4, 5], False),
+        ([1, 2, 3, 4, 3], False),
+    ],
+)
+def test_always_as_many_more_three_times_at_least(counts: list[int], expected: bool) -> None:
+    b = TraceBuilder()
+    live: list[int] = []
+    members: list[int] = []
+    ends: list[int] = []
+    for count in counts:
+        anew = [b.alloc(MIB) for _ in range(count)]
+        b.free(*live)
+        live = anew
+        members += anew
+        ends.append(len(b.trace.events) - 1)
+    assert is_rising_constantly(b.context(), members, ends) is expected
+
+
+@pytest.mark.parametrize(
+    ("curve", "median", "each"),
+    [
+        ([0, 1, 3, 6], 2, 2),
+        ([0, 5, 6, 7, 8], 1, 1),
+        ([4, 4, 5, 7], 1, 1),  # from the first rise on; the lower of two
+        ([0, 3, 3, 6], 3, 2),  # not each adds some: the mean
+        ([0, 4, 4, 4, 8], 4, 2),
+    ],
+)
+def test_what_a_round_adds_is_the_median_or_the_mean(curve: list[int], median: int, each: int) -> None:
+    assert compute_median_rise(curve) == median
+    assert growth._compute_bytes_per_iteration(curve) == each
+
+
+@pytest.mark.parametrize(("first_mib", "is_leak"), [(6, True), (8, False)])
+def test_a_joined_result_is_what_the_rounds_have_added(first_mib: int, is_leak: bool) -> None:
+    """Five results, each by 2 MiB larger: they are a leak up to twice as much as five rounds add, 20 MiB."""
+    b = TraceBuilder()
+    made: list[int] = []
+    ends = []
+    for number in range(5):
+        made.append(b.alloc((first_mib * 2 + 2 * number) * MIB, op="aten.stack"))
+        b.free(*made[-2:-1])
+        ends.append(len(b.trace.events) - 1)
+    found = find_leaks(b.context(), made, ends)
+    assert [(one.num_bytes, one.bytes_each, one.is_recreated) for one in found] == [(8 * MIB, 2 * MIB, True)] * is_leak
+
+
+def test_leaks_by_line_operator_and_module_the_largest_first() -> None:
+    b = TraceBuilder()
+    made: list[int] = []
+    ends = []
+    for _ in range(4):
+        for layer in range(2):
+            b.enter(f"layers.{layer}")
+            made.append(b.alloc(2 * MIB))
+            b.leave()
+        made += [b.alloc(10 * MIB), b.alloc(6 * MIB, op="aten.mul"), b.alloc(8 * MIB, line=KEPT)]
+        ends.append(len(b.trace.events) - 1)
+    found = find_leaks(b.context(), made, ends)
+    assert [(one.num_bytes // MIB, one.bytes_each // MIB, len(one.storages)) for one in found] == [
+        (30, 10, 4), (24, 8, 4), (18, 6, 4), (12, 4, 8),
+    ]  # fmt: skip
+    assert found[3].key == (found[0].key[0], found[0].key[1], "layers.*") and not found[0].is_recreated
+
+
+def test_what_is_made_as_the_first_step_begins_is_of_the_steps() -> None:
+    b = TraceBuilder(None)
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.alloc(MIB)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    (leaks,) = find_step_leaks(b.context()).values()
+    assert [len(one.storages) for one in leaks] == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_leak"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"hidden": True}, False),
+        ({"owner": (Role.BUFFER, "a")}, False),
+        ({"owner": (Role.INPUT, "a")}, True),
+        ({"owner": (Role.GRADIENT, "a")}, True),  # all but the newest of this name
+        ({"owner": (Role.PARAMETER, "a")}, True),
+        ({"owner": (Role.OPTIMIZER_STATE, "a")}, False),
+    ],
+)
+def test_what_may_pile_up(change: dict[str, Any], is_leak: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    steps(b, 5, lambda step: [b.new(MILLION, line=KEPT, **change) for _ in range(2)] and None)
+    assert bool(find_step_leaks(b.context())) == is_leak
+
+
+# -- holders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "list `losses`"),
+        ({"kind": ""}, "variable `losses`"),
+        ({"kind": "", "name": "self.losses"}, "attribute `self.losses`"),
+        ({"name": "self.losses"}, "list `self.losses`"),
+        ({"kind": CycleKind.OBJECTS, "name": "A.b -> A"}, "a reference cycle, A.b -> A"),
+    ],
+)
+def test_a_holder_is_named_by_its_kind(change: dict[str, Any], text: str) -> None:
+    holder = LOSSES._replace(**change)
+    assert describe_holder(holder) == text
+    assert format_holders(None, holder) == f", kept by {text} (x/train.py:9)"
+    assert format_holders(holder._replace(fills=False)) == f", kept by {text}"
+    assert format_holders(None) == ""
+    twice = f", kept by {text} (x/train.py:9) and {text} (x/train.py:9)"
+    assert format_holders(holder, holder) == twice
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({}, ", filled at x/train.py:9"),
+        ({"fills": False}, " of x/train.py:9"),
+        ({"source": None}, ""),
+        ({"kind": CycleKind.OBJECTS}, ", closed at x/train.py:9"),
+    ],
+)
+def test_the_line_of_a_holder(change: dict[str, Any], place: str) -> None:
+    holder = LOSSES._replace(**change)
+    evidence = holder_evidence(holder)
+    assert evidence.text == f"kept by {describe_holder(holder)}{place}" and evidence.source == holder.source
+
+
+@pytest.mark.parametrize(
+    ("holder", "text"),
+    [
+        (None, "fix: drop it"),
+        (LOSSES, "fix at x/train.py:9: drop it"),
+        (LOSSES._replace(fills=False), "fix: drop it"),
+        (LOSSES._replace(has_reset=True), "fix at x/train.py:9: call reset() at the end of each epoch, or drop it"),
+    ],
+)
+def test_the_fix_is_at_the_line_that_fills_the_holder(holder: Holder | None, text: str) -> None:
+    evidence = holder_fix_evidence(holder, "drop it")
+    assert evidence.text == text
+    assert evidence.source == (LOSSES.source if " at " in text.partition(":")[0] else None)
+
+
+@pytest.mark.parametrize("change", [{"kind": "dict"}, {"name": "outputs"}, {"source": "/x/train.py:10 main"}])
+def test_holders_are_the_same_by_kind_name_and_line(change: dict[str, str]) -> None:
+    assert holder_key(LOSSES) == holder_key(LOSSES._replace(event=5, storages=(1,), nodes=3))
+    assert holder_key(LOSSES) != holder_key(LOSSES._replace(**change)) and holder_key(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kind": "", "node_steps": 2}, True),
+        ({"kind": "", "node_steps": 1}, False),
+        ({"kind": "list", "node_steps": 2}, False),
+    ],
+)
+def test_a_running_sum_is_a_tensor_with_a_graph_of_several_steps(change: dict[str, Any], expected: bool) -> None:
+    assert is_running_sum(LOSSES._replace(**change)) is expected
+
+
+GRAPH = LOSSES._replace(storages=(1,), nodes=5, node_steps=2)
+
+
+def leaking() -> tuple[TraceBuilder, LeakGroup, set[Key]]:
+    """Three kinds of tensors; the leak is the first of them, and leaks are the first two."""
+    b = TraceBuilder()
+    made = [b.alloc(MIB, op=op) for op in ("aten.a", "aten.b", "aten.c", "aten.a")]
+    keys = [make_key(b.trace, index) for index in made]
+    return b, LeakGroup(keys[0], (0,), MIB, MIB), {keys[0], keys[1]}
+
+
+@pytest.mark.parametrize(
+    ("holders", "expected"),
+    [
+        ([], None),
+        ([LOSSES._replace(storages=(2,))], None),
+        ([LOSSES._replace(storages=(1,))], None),  # which has no graph
+        ([LOSSES._replace(storages=(1,), nodes=5)], 0),
+        ([LOSSES._replace(storages=(2,), nodes=5)], None),
+        ([LOSSES._replace(kind="", nodes=5, node_steps=2)], 0),
+        ([LOSSES._replace(kind="", nodes=0, node_steps=2)], None),
+        ([LOSSES._replace(storages=(1,), nodes=5), LOSSES._replace(name="a", storages=(0,))], 1),
+        ([LOSSES._replace(storages=(0,)), LOSSES._replace(name="a", storages=(0, 3))], 1),
+        ([GRAPH._replace(nodes=9, node_steps=1), GRAPH._replace(name="a")], 1),
+        ([GRAPH._replace(nodes=9), GRAPH._replace(name="a")], 0),
+    ],
+)
+def test_who_keeps_a_leak(holders: list[Holder], expected: int | None) -> None:
+    """Who has its kind, most of it; else who has the largest graph of a leak, or of a sum."""
+    b, leak, keys = leaking()
+    b.trace.holders = holders
+    assert find_holder(b.trace, leak, keys) == (None if expected is None else holders[expected])
+
+
+def test_the_observation_with_the_most_nodes_stands_for_a_holder() -> None:
+    b, leak, _ = leaking()
+    other = LeakGroup(make_key(b.trace, 2), (2,), MIB, MIB)
+    b.trace.holders = [
+        LOSSES._replace(storages=(0,), nodes=2),
+        LOSSES._replace(storages=(), nodes=7),
+        LOSSES._replace(name="a", nodes=9),
+    ]
+    # The other leak is of no holder, and is taken for what its graph has saved.
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[1]: [leak, other]}
+    b.trace.holders = b.trace.holders[:1]
+    b.trace.holders[0] = LOSSES._replace(storages=(0,))
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[0]: [leak], None: [other]}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((), None),
+        ((((2,), "list"),), None),
+        ((((0,), "list"), ((0, 1, 2), "dict")), 1),
+        ((((0,), "list"), ((0, 1), AUTOCAST_KIND)), 0),
+    ],
+)
+def test_what_was_seen_to_keep_most_unused(
+    kinds: tuple[tuple[tuple[int, ...], str], ...], expected: int | None
+) -> None:
+    b = TraceBuilder()
+    b.trace.idle_holders = [LOSSES._replace(kind=kind, storages=storages) for storages, kind in kinds]
+    found = find_idle_holder(b.trace, [0, 1])
+    assert found == (None if expected is None else b.trace.idle_holders[expected])
+
+
+def test_the_rest_of_many_kinds_is_one_line() -> None:
+    """Of eight kinds, from 1 to 8 MiB a step, six are shown."""
+    b = TraceBuilder()
+    made = [b.new(mib * MILLION, op=f"aten.op{mib}", line=KEPT) for mib in range(1, 9)]
+    leaks = [LeakGroup(make_key(b.trace, index), (index, index), MIB, mib * MIB) for mib, index in enumerate(made, 1)]
+    lines = leak_evidence(b.trace, leaks, "step")
+    assert [line.num_bytes for line in lines] == [mib * MIB for mib in (8, 7, 6, 5, 4, 3, 3)]
+    assert figures(lines[0].text) == ["[2097152]", "float32", "aten.op8", "train.py:7", "8.00 MiB", "2"]
+    assert figures(lines[-1].text) == ["2", "3.00 MiB"] and lines[-1].text.endswith("more a step")
+    assert len(leak_evidence(b.trace, leaks[:6], "step")) == 6
+
+
+def test_the_largest_tensor_of_a_leak_is_shown_the_last_of_equal_ones() -> None:
+    b = TraceBuilder()
+    b.enter("layers.0")
+    made = [b.new(*shape, line=KEPT) for shape in ((4, 4), (8, 8), (16, 4), (2, 2))]
+    b.leave()
+    (line,) = leak_evidence(b.trace, [LeakGroup(make_key(b.trace, made[0]), tuple(made), 1, 1)], "call")
+    assert line.shape == (16, 4) and "in layers.* at train.py:7" in line.text and "more a call" in line.text
+
+
+def test_what_steps_pile_up_counts_in_a_step_that_has_not_ended() -> None:
+    b = kept(4)
+    b.phase(PhaseKind.FORWARD, 5)
+    late = [b.new(MILLION, line=KEPT), b.new(MILLION, line=KEPT)]
+    b.new(MILLION, line="train.py:8 main")
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    assert find_growing_storages(b.context()) == set(made) and set(late) < set(made)
+
+
+def test_models_that_are_built_in_training_are_no_growing_storages() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    steps(b, 5, lambda step: b.new(MILLION, line=KEPT, owner=(Role.PARAMETER, "a")) and None)
+    context = b.context()
+    assert find_step_leaks(context) and not find_growing_storages(context)
