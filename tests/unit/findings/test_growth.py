@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from memprof.findings import Context, Finding, Severity, growth
+from memprof.findings import Context, Finding, Severity, growth, memory_growth
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.growth import (
     Key,
     LeakGroup,
@@ -32,8 +34,10 @@ from memprof.findings.growth import (
     leak_evidence,
     make_key,
 )
+from memprof.findings.growth_until_peak import GrowthUntilPeak
 from memprof.findings.memory_growth import find
 from memprof.trace.events import AUTOCAST_KIND, NONE, CycleKind, Forward, Holder, PhaseKind, Role
+from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
@@ -337,6 +341,165 @@ def test_rounds_are_not_counted_without_a_gpu() -> None:
     b = TraceBuilder()
     b.alloc(MIB)
     assert exhaustion_evidence(b.context(), MIB, "call") is None
+
+
+# -- what a finding shows of it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elements", "severity"),
+    [(MILLION, Severity.WARNING), (MILLION - 128, Severity.NOTE), (MILLION // 16, Severity.NOTE)],
+)
+def test_it_is_a_warning_from_a_mebibyte_a_step_on(elements: int, severity: Severity) -> None:
+    (finding,) = find(kept(4, elements=elements).context())
+    assert finding.severity is severity
+
+
+@pytest.mark.parametrize(("elements", "is_told"), [(MILLION // 16, True), (MILLION // 16 - 128, False)])
+def test_it_is_told_from_64_kib_a_step_on(elements: int, is_told: bool) -> None:
+    assert bool(find(kept(4, LOSSES, elements=elements).context())) == is_told
+
+
+@pytest.mark.parametrize(
+    ("change", "elements", "fix", "edit"),
+    [
+        ({}, MILLION // 16, ".cpu()", EditKind.KEEP_ON_HOST),
+        ({"nodes": 20}, MILLION // 16 - 128, ".item()", EditKind.KEEP_DETACHED),
+        ({"kind": CycleKind.GRAD}, MILLION, "create_graph=True", EditKind.TAKE_GRADIENT),
+    ],
+)
+def test_the_fix_is_by_what_the_graph_does_not_keep(
+    change: dict[str, Any], elements: int, fix: str, edit: EditKind
+) -> None:
+    (finding,) = find(kept(4, LOSSES._replace(**change), elements=elements).context())
+    assert fix in finding.evidence[-1].text
+    assert finding.edit is not None and (finding.edit.kind, finding.edit.source) == (edit, LOSSES.source)
+
+
+def test_what_a_graph_has_saved_is_no_part_of_what_is_kept() -> None:
+    """Numbers of 512 bytes, whose graphs have 3 MiB each: .item() is enough."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    losses: list[int] = []
+
+    def each(step: int) -> None:
+        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
+        losses.append(b.new(line=KEPT))
+
+    steps(b, 4, each)
+    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    (finding,) = found(b)
+    assert finding.edit == Edit(EditKind.KEEP_NUMBER, "/x/train.py:9 main", "losses")
+    graph = finding.evidence[3]
+    assert figures(graph.text) == ["20", "4", "3.00 MiB"]
+    assert (graph.num_bytes, graph.source) == (3 * MIB, LOSSES.source)
+    assert ".item()" in finding.evidence[-1].text
+    b.trace.holders[0] = b.trace.holders[0]._replace(nodes=0)
+    assert not any("autograd graph" in line.text for line in found(b)[0].evidence)
+
+
+@pytest.mark.parametrize(("usable_mib", "decides"), [(26, True), (18, False)])
+def test_says_whether_the_run_fits_without_it(usable_mib: int, decides: bool) -> None:
+    """Ten steps leave 1 MiB each beside a small weight; in the last, 20 MiB more are needed."""
+    b = kept(10)
+    b.phase(PhaseKind.FORWARD, 11)
+    b.alloc(20 * MIB)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    (finding,) = find(b.context(usable_mib * MIB))
+    assert finding.is_decisive == decides
+    assert finding.title.endswith("; without them the run fits") == decides
+    assert "freed after its last use" in finding.evidence[2].text
+    b.trace.last_uses = []  # uses are not known
+    (finding,) = find(b.context(usable_mib * MIB))
+    assert not finding.is_decisive and not any("last use" in line.text for line in finding.evidence)
+
+
+def test_a_small_growth_without_which_the_run_fits_is_a_warning() -> None:
+    b = kept(20, elements=MILLION // 2)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    assert find(b.context(100 * MIB))[0].severity is Severity.NOTE
+    assert find(b.context(8 * MIB))[0].severity is Severity.WARNING
+
+
+def test_models_that_are_built_in_each_step_are_told_by_another_rule() -> None:
+    def run(*, others: bool) -> list[Finding]:
+        b = TraceBuilder()
+        b.parameter("weight", 100)
+
+        def each(step: int) -> None:
+            b.new(MILLION, line=KEPT, owner=(Role.PARAMETER, "a"))
+            if others:
+                b.new(MILLION, line=KEPT, op="aten.mul")
+
+        steps(b, 5, each)
+        return find(b.context())
+
+    assert not run(others=False)
+    (finding,) = run(others=True)
+    assert "grows by 1.00 MiB a step" in finding.title and finding.num_bytes == 4 * MIB
+
+
+def test_a_bounded_container_is_told_where_memory_runs_out() -> None:
+    b = kept(4, LOSSES._replace(kind="deque", limit=100))
+    program = ProgramFacts(("train.py",), "steps", 0, 4, ())
+    b.trace.facts = dataclasses.replace(b.trace.facts, command="run", program=program)
+    assert find(b.context(60 * MIB)) and not find(b.context(600 * MIB))
+
+
+@pytest.mark.parametrize(("mib", "is_told"), [(1, True), (0, False)])
+def test_little_that_accumulates_until_the_peak_is_let_pass(mib: int, is_told: bool) -> None:
+    """Here 512 bytes a step are more than a twentieth of the peak, which has little else."""
+    b = TraceBuilder()
+    made: list[int] = []
+    for step in range(1, 8):
+        b.phase(PhaseKind.FORWARD, step)
+        if step == 6:
+            b.free(b.alloc(1024))
+            b.free(*made)
+        if step < 6:
+            made.append(b.alloc(mib * MIB + 512, line=KEPT))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    assert bool(found(b)) == is_told
+
+
+def test_what_accumulates_until_the_peak_may_decide_whether_the_run_fits() -> None:
+    b = cleared(30, then=2)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    (finding,) = find(b.context(24 * MIB))
+    assert finding.is_decisive and finding.title.endswith("; without them the run fits")
+    assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+    assert figures(finding.evidence[1].text)[3:] == ["train.py:7", "1.00 MiB", "30"]
+    b.trace.last_uses = []
+    (finding,) = find(b.context(24 * MIB))
+    assert not finding.is_decisive
+
+
+def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:
+    b = micro_batches(6, 1)
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    b.trace.holders.append(LOSSES._replace(storages=tuple(made), nodes=20))
+    (finding,) = found(b)
+    assert finding.edit == Edit(EditKind.KEEP_DETACHED, "/x/train.py:9 main", "losses")
+    assert "for the next pass" in finding.evidence[-1].text
+    b.trace.holders[0] = b.trace.holders[0]._replace(nodes=0)
+    assert found(b)[0].edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+
+
+def test_covered_storages_are_those_of_the_findings() -> None:
+    b = kept(4)
+    kept_ones = {index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT}
+    assert memory_growth.find_covered_storages(b.context()) == kept_ones
+    assert not memory_growth.find_covered_storages(kept(4, elements=1).context())
+
+
+def test_calls_are_freed_at_their_ends() -> None:
+    """What a call has made, and is not over by then, is not."""
+    b = calls_before_one_backward(4)
+    context = b.context()
+    until_peak = GrowthUntilPeak("call", 4, [forward.end - 1 for forward in b.trace.forwards[:3]], {})
+    assert memory_growth._find_ends_of_calls(context, until_peak, [1, 2, 3, 4]) == {
+        index: forward.end for index, forward in enumerate(b.trace.forwards[:3], 1)
+    }
 
 
 # -- function by function --------------------------------------------------------------------------------------------
