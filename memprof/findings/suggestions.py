@@ -116,6 +116,8 @@ def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Cand
     run, oom = ledger.run, ledger.out_of_memory
     if oom is not None and proposal.trace.storages[oom.storage].num_bytes > oom.limit_bytes:
         return None
+    if run.refused:  # the run takes no memory for these
+        proposal = proposal._replace(trace=resize(proposal.trace, dict.fromkeys(run.refused, 0)))
     required = compute_allocated_peak(proposal.trace)
     if proposal.config is None:
         required = required * run.required_reserved_bytes // ledger.peak_bytes
@@ -138,7 +140,7 @@ def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[
 def _evaluate(context: Context, candidate: _Candidate) -> Suggestion | None:
     """Return the suggestion of a candidate, with its effect by a replay; None if it saves too little."""
     run, (rule, proposal) = context.ledger.run, candidate[:2]
-    trace = resize(proposal.trace, dict.fromkeys(run.refused, 0))
+    trace = proposal.trace
     if run.rounds:
         needs = compute_memory_needs(trace, run.gpu, proposal.config or run.config, run.release)
         required, fits = needs.required_reserved_bytes, None if run.gpu is None else needs.fits

@@ -65,7 +65,8 @@ def test_findings_are_in_the_order_of_severity_and_then_of_bytes() -> None:
             ]
         )
     ]
-    assert sorted(findings[::-1], key=lambda one: one.order) == findings
+    mixed = findings[3:] + findings[:3]
+    assert sorted(mixed, key=lambda one: one.order) == findings
 
 
 # -- fixes -----------------------------------------------------------------------------------------------------------
