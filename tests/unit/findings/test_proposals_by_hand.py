@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import pytest
 
+from memprof.allocator import parse_config, parse_release, replay_on_gpu
 from memprof.findings import Context
 from memprof.findings.proposals import (
+    attention,
     autocast,
+    batches,
     checkpointing,
     chunked_loss,
     copies,
     data_parallel,
+    gradients,
     host_memory,
     messages,
     micro_batch,
     optimizer,
     pairs,
+    segments,
     sparse,
     vmap,
+    weights,
 )
 from memprof.findings.suggestions import Proposal
+from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
@@ -465,3 +472,188 @@ def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool)
     for one in found:
         assert "conv.py:3" in one.change
         assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+SDPA = "scaled_dot_product_attention instead of the scores of model.py:3"
+
+
+@pytest.mark.parametrize(
+    ("ops", "line", "change"),
+    [
+        (
+            ("aten.bmm", "aten._softmax"),
+            "model.py:3 attend",
+            "scaled_dot_product_attention instead of the scores of model.py:3",
+        ),
+        (("aten.bmm", "aten._softmax"), "/x/transformers/bert.py:3 attend", ""),  # the fix changes the library
+        (("aten.bmm", "aten._softmax"), r"C:\x\transformers\bert.py:3 attend", ""),
+        (("aten.bmm", "aten._softmax"), None, ""),
+        (("aten.add", "aten._softmax"), "model.py:3 attend", None),
+        (("aten.bmm", "aten._safe_softmax"), "model.py:3 attend", None),  # SDPA's own
+    ],
+)
+def test_scores_that_are_products_are_left_to_a_kernel(
+    ops: tuple[str, str], line: str | None, change: str | None
+) -> None:
+    b = TraceBuilder()
+    b.inputs(1, 512)
+    made = [b.new(1, 4, 512, 512, op=op, line=line) for op in ops]
+    b.new(1, 1, 512, 512, dtype="bool")
+    found = list(attention.propose(b.context()))
+    assert [one.change for one in found] == ([] if change is None else [change])
+    for one in found:
+        sizes = [storage.num_bytes for storage in one.trace.storages]
+        assert [sizes[index] for index in made] == [0, 0] and sizes[-1] == 512 * 512
+
+
+# -- the allocator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "release", "is_told"),
+    [("", "2.8", True), ("expandable_segments:True", "2.8", False), ("", "2.0", False)],
+)
+def test_segments_may_be_expandable(config: str, release: str, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.alloc(MIB)
+    run = replay_on_gpu(b.trace, None, parse_config(config), parse_release(release))
+    found = list(segments.propose(Context(build_ledger(b.trace, run), None)))
+    assert [one.config is not None and one.config.expandable_segments for one in found] == [True] * is_told
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def weighty(weight_mib: int = 30, other_mib: int = 60, *, steps: bool = True) -> TraceBuilder:
+    """Two layers with a weight and a gradient each, state of the first, a head; and other tensors in the forward."""
+    b = TraceBuilder()
+    for layer in range(2):
+        b.enter(f"layers.{layer}", role=ModuleRole.LAYER)
+        b.leave()
+        b.parameter(f"module.layers.{layer}.mlp.weight", 10 * (1 + layer), MIB // 4)
+    b.parameter("head.weight", weight_mib - 30, MIB // 4)
+    b.inputs(1, 8)
+    b.new(other_mib, MIB // 4)
+    b.new(1, MIB // 4, hidden=True)
+    b.new(1, MIB // 2, dtype="bfloat16")
+    b.phase(PhaseKind.BACKWARD)
+    if steps:
+        for layer in range(2):
+            b.new(10 * (1 + layer), MIB // 4, owner=(Role.GRADIENT, f"layers.{layer}.mlp.weight"))
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.new(10, MIB // 4, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+        b.new(30, MIB // 4, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+        b.new(10, MIB // 4, op="aten.sqrt")
+    return b
+
+
+def mib_of(proposal: Proposal) -> list[float]:
+    return [storage.num_bytes / MIB for storage in proposal.trace.storages]
+
+
+def test_all_but_logits_may_be_in_bfloat16() -> None:
+    b = weighty()
+    sizes = mib_of(only(weights.propose_bfloat16(b.context(vocab_size=MIB // 2))))
+    # Two weights, the head, token ids, activations, a workspace, what is in half precision, and the step's.
+    assert sizes == [5, 10, 0, 64 / MIB, 30, 1, 1, 5, 10, 5, 15, 5]
+    sizes = mib_of(only(weights.propose_bfloat16(b.context(vocab_size=MIB // 4))))
+    assert sizes[4] == 60  # [60 x words]: losses compute in float32
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(86, True), (88, False)])
+def test_weights_that_take_a_quarter_of_the_peak(other_mib: int, is_told: bool) -> None:
+    """30 of 118 MiB, or of 120 and the token ids."""
+    b = weighty(other_mib=other_mib, steps=False)
+    assert bool(list(weights.propose_bfloat16(b.context()))) == is_told
+    assert bool(list(weights.propose_on_host(b.context()))) == is_told
+
+
+def test_with_lora_no_weight_has_a_gradient_or_state() -> None:
+    b = weighty()
+    b.parameter("embed.weight", 100, 64)
+    context = b.context(spec=TargetSpec(model="x"))
+    assert mib_of(only(weights.propose_lora(context)))[:-1] == [10, 20, 0, 64 / MIB, 60, 1, 1, 0, 0, 0, 0, 0]
+    assert not list(weights.propose_lora(b.context()))  # of a script, it is not the fix that says what is trained
+    assert not list(weights.propose_lora(weighty(steps=False).context(spec=TargetSpec(model="x"))))
+
+
+def test_one_layer_at_a_time_has_its_weights_on_the_gpu() -> None:
+    """The larger one; state and temporaries of the other's shape are gone too."""
+    sizes = mib_of(only(weights.propose_on_host(weighty().context())))
+    assert sizes == [0, 20, 0, 64 / MIB, 60, 1, 1, 0, 20, 0, 30, 0]
+    b = TraceBuilder()
+    b.enter("layers.0", role=ModuleRole.LAYER)
+    b.leave()
+    b.parameter("layers.0.weight", 10, MIB // 4)
+    assert not list(weights.propose_on_host(b.context()))
+
+
+# -- torch.func.grad --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("by", "phase", "is_freed", "in_vmap", "is_told"),
+    [
+        ("torch.func.grad", PhaseKind.BACKWARD, False, False, True),
+        ("torch.func.grad_and_value", PhaseKind.BACKWARD, False, False, True),
+        ("torch.func.vmap", PhaseKind.BACKWARD, False, False, False),
+        ("torch.func.grad", PhaseKind.FORWARD, False, False, False),
+        ("torch.func.grad", PhaseKind.BACKWARD, True, False, False),
+        ("torch.func.grad", PhaseKind.BACKWARD, False, True, False),
+    ],
+)
+def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
+    by: str, phase: PhaseKind, is_freed: bool, in_vmap: bool, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    begin = len(b.trace.events)
+    saved = b.alloc(100 * MIB)
+    end = len(b.trace.events)
+    if in_vmap:
+        b.trace.vmaps.append(VmapCall(begin, end, 4, "vmap", 0))
+    b.trace.sources.append("train.py:7 main")
+    b.trace.callers = [Caller(saved, 1, by)]
+    b.phase(phase)
+    b.alloc(MIB)
+    used = len(b.trace.events)
+    if is_freed:
+        b.free(saved)
+    b.alloc(200 * MIB)
+    b.trace.last_uses = [used, NONE, NONE]
+    found = list(gradients.propose(b.context()))
+    assert [one.change for one in found] == [
+        f"torch.autograd.grad instead of {by} at train.py:7, unless it is differentiated again"
+    ] * is_told
+    for one in found:
+        assert one.trace.events[used] == Event(FREE, saved)
+    b.trace.last_uses = []
+    assert not list(gradients.propose(b.context()))
+
+
+# -- rows at a time ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usable_mib", "ended", "rows"),
+    [
+        (None, False, 8),
+        (600, False, 8),
+        (598, False, 4),
+        (348, False, 2),
+        (200, False, 1),
+        (10, False, 1),
+        (1200, True, 8),
+        (1196, True, 4),
+    ],
+)
+def test_half_of_the_rows_or_the_first_fraction_that_fits(usable_mib: int | None, ended: bool, rows: int) -> None:
+    """Of 1,100 MiB, 1,000 have 16 rows; of a run that has ended, twice as much must be free."""
+    b = TraceBuilder()
+    b.alloc(100 * MIB)
+    batched = b.alloc(1000 * MIB)
+    b.trace.ended_out_of_memory = ended
+    context = b.context(None if usable_mib is None else usable_mib * MIB)
+    assert batches.find_fitting_rows(context, [batched], 16) == rows
