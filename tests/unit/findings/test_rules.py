@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Context, Finding, Severity, Suggestion, find_all
+from memprof.findings.attention_scores import find_score_storages
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
@@ -370,6 +371,122 @@ class TestAttentionScores:
             b.new(1, 1, 4096, 4096, op="aten.where", line="mask.py:1 mask")
         (finding,) = of(b.context(context_length=4096), "attention-scores")
         assert "Attention masks" in finding.title
+
+
+LENGTH = 512
+
+
+class TestScoreStorages:
+    """Which tensors are scores, and which are masks: 512 tokens in sequences of two."""
+
+    @staticmethod
+    def labels(*made: tuple[object, ...], inputs: bool = True, **known: object) -> list[str | None]:
+        """The labels of tensors, each given as (operator, data type, shape...)."""
+        b = TraceBuilder()
+        if inputs:
+            b.inputs(2, LENGTH)
+        else:
+            b.phase(PhaseKind.FORWARD)
+        indices = [b.new(*shape, op=f"aten.{op}", dtype=str(dtype)) for op, dtype, *shape in made]  # type: ignore[misc]
+        found = find_score_storages(b.context(**known))  # type: ignore[arg-type]
+        return [found.get(index) for index in indices]
+
+    @pytest.mark.parametrize(
+        ("op", "shape", "is_score"),
+        [
+            ("_softmax", (2, 4, LENGTH, LENGTH), True),
+            ("_safe_softmax", (2, 4, LENGTH, LENGTH), True),
+            ("_log_softmax", (2, 4, LENGTH, LENGTH), False),
+            ("_softmax_backward_data", (2, 4, LENGTH, LENGTH), False),
+            ("_attention_softmax", (2, 4, LENGTH, LENGTH), False),
+            ("mul", (2, 4, LENGTH, LENGTH), False),
+            ("_softmax", (2, 4, 300, LENGTH), True),  # as many keys as tokens
+            ("_softmax", (2, 4, LENGTH, 300), False),
+            ("_softmax", (2, 4, 300, 300), True),  # as many queries as keys
+            ("_softmax", (2, 4, 256, 256), True),
+            ("_softmax", (2, 4, 255, 255), False),
+            ("_softmax", (2, 4, 255, LENGTH), False),
+            ("_softmax", (LENGTH, LENGTH), False),
+        ],
+    )
+    def test_a_softmax_over_keys(self, op: str, shape: tuple[int, ...], is_score: bool) -> None:
+        assert self.labels((op, "float32", *shape)) == (["scores"] if is_score else [None])
+
+    def test_what_has_as_many_numbers_as_a_softmax_is_of_it(self) -> None:
+        labels = self.labels(
+            ("_softmax", "float32", 2, 4, LENGTH, LENGTH),
+            ("bmm", "float32", 8, LENGTH, LENGTH),
+            ("bmm", "float32", 4, LENGTH, LENGTH),
+            ("add", "float32", 2, 4, LENGTH, LENGTH),
+            ("add", "float32", 2, 4 * LENGTH, LENGTH),
+        )
+        assert labels == ["scores", "scores", None, "scores", None]
+
+    def test_features_of_as_many_as_tokens_in_each_sequence_are_no_scores(self) -> None:
+        """[2 x 512 x 512] may be features of two sequences, unless a softmax makes it."""
+        labels = self.labels(
+            ("_softmax", "float32", 2, LENGTH, LENGTH),
+            ("mul", "float32", 2, LENGTH, LENGTH),
+            ("mul", "float32", 1, 2, LENGTH, LENGTH),
+        )
+        assert labels == ["scores", None, "scores"]
+
+    def test_a_vocabulary_of_as_many_words_has_no_scores(self) -> None:
+        made = ("_softmax", "float32", 2, 4, LENGTH, LENGTH)
+        assert self.labels(made, vocab_size=LENGTH) == [None] and self.labels(made, vocab_size=100) == ["scores"]
+
+    def test_lengths_are_those_of_the_inputs_or_of_the_context(self) -> None:
+        made = ("_softmax", "float32", 2, 4, 300, LENGTH)
+        assert self.labels(made, inputs=False) == [None]
+        assert self.labels(made, inputs=False, context_length=LENGTH) == ["scores"]
+
+    @pytest.mark.parametrize("has_product", [False, True])
+    @pytest.mark.parametrize(
+        "other",
+        [
+            ("mm", "float32", 64, LENGTH),  # a linear layer
+            ("addmm", "float32", 64, LENGTH),
+            ("convolution", "float32", 1, 3, LENGTH, LENGTH),
+            ("upsample_nearest2d", "float32", 1, 3, LENGTH, LENGTH),
+            ("grid_sampler_2d", "float32", 1, 3, LENGTH, LENGTH),
+        ],
+    )
+    def test_widths_and_images_of_this_size_need_a_product(self, has_product: bool, other: tuple[object, ...]) -> None:
+        """Such as a cat, which is no linear layer's."""
+        made = [("_softmax", "float32", 2, 4, LENGTH, LENGTH), other]
+        if has_product:
+            made.append(("cat", "float32", 2, 4, LENGTH, LENGTH))
+        assert self.labels(*made)[0] == ("scores" if has_product else None)
+
+    @pytest.mark.parametrize(
+        ("op", "dtype", "shape", "is_mask"),
+        [
+            ("le", "bool", (2, 1, LENGTH, LENGTH), True),
+            ("le", "uint8", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int64", (2, 4, LENGTH, LENGTH), True),
+            ("where", "float32", (2, 1, LENGTH, LENGTH), True),
+            ("where", "float32", (2, 4, LENGTH, LENGTH), False),  # as many as heads
+            ("bmm", "float32", (2, 1, LENGTH, LENGTH), False),
+            ("where", "float32", (1, LENGTH, LENGTH), False),
+            ("le", "bool", (1, LENGTH, LENGTH), False),  # without a head, nothing tells
+            ("le", "bool", (2, 1, 300, LENGTH), False),  # no length of the inputs
+            ("le", "bool", (2, 1, LENGTH, 300), False),
+        ],
+    )
+    def test_masks_are_of_the_lengths_of_the_inputs(
+        self, op: str, dtype: str, shape: tuple[int, ...], is_mask: bool
+    ) -> None:
+        assert self.labels((op, dtype, *shape)) == ["mask" if is_mask else None]
+
+    def test_masks_have_the_queries_and_keys_of_scores(self) -> None:
+        labels = self.labels(
+            ("_softmax", "float32", 2, 4, 300, 300),
+            ("le", "bool", 1, 300, 300),
+            ("le", "bool", 1, 300, 301),
+            ("where", "float32", 1, 1, 300, 300),
+            ("_softmax", "float32", 2, 1, 300, 300),
+        )
+        assert labels == ["scores", "mask", None, "mask", "scores"]
 
 
 class TestUpcast:
