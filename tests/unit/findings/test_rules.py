@@ -6,9 +6,11 @@ import pytest
 
 from memprof.findings import Context, Finding, Severity, Suggestion, find_all
 from memprof.findings.attention_scores import find_score_storages
+from memprof.findings.finding import cache_per_context
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import ModuleRole, PhaseKind, Role
+from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
+from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
 
 
@@ -299,6 +301,60 @@ class TestDeviceMismatch:
 
     def test_silent_without(self) -> None:
         assert not of(training(64, 100).context(), "device-mismatch")
+
+    def test_facts_of_each_operand_and_of_the_module(self) -> None:
+        b = training(64, 100)
+        b.enter("", "Net")
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4, 4), "a.py:2 f"), ("cpu", (8,), "a.py:3 f"))
+        (finding,) = of(b.context(), "device-mismatch")
+        assert figures(finding.title) == ["aten.add", "a.py:1", "0", "[8]", "float32", "a.py:3"]
+        met, first, second, error, fix = finding.evidence
+        assert met.text == "aten.add met them at a.py:1 in the model"
+        assert (met.op, met.source, met.module) == ("aten.add", "a.py:1 f", "")
+        assert figures(first.text) == ["[4 x 4]", "float32", "0", "a.py:2"]
+        assert (first.shape, first.dtype, first.device, first.source) == ((4, 4), "float32", "cuda:0", "a.py:2 f")
+        assert figures(second.text) == ["[8]", "float32", "a.py:3"] and second.module == ""
+        assert (error.op, error.source, fix.source) == ("aten.add", "a.py:1 f", "a.py:3 f")
+        assert fix.text.count("<the cuda:0 tensor>.device") == 2 and "before a.py:1" in fix.text
+        assert finding.fixes == ("device-placement",)
+
+    def test_two_gpus_need_a_move_and_no_fix_of_memprof(self) -> None:
+        b = training(64, 100)
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4,), "a.py:2 f"), ("cuda:1", (4,), "a.py:3 f"))
+        (finding,) = of(b.context(), "device-mismatch")
+        assert finding.fixes == ()
+        assert finding.evidence[-1].text == "fix: move it with .to(<the cuda:0 tensor>.device) before a.py:1"
+        assert finding.evidence[0].text == "aten.add met them at a.py:1"
+
+    def test_what_no_line_has_made_is_to_be_moved_or_registered(self) -> None:
+        b = training(64, 100)
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4,), "a.py:2 f"), ("cpu", (4,), "a.py:3 f"))
+        (mismatch,) = b.trace.mismatches
+        operands = (mismatch.operands[0], mismatch.operands[1]._replace(source=NONE))
+        b.trace.mismatches[0] = mismatch._replace(operands=operands)
+        (finding,) = of(b.context(), "device-mismatch")
+        assert finding.evidence[-1].text.startswith("fix: move it with .to(<the cuda:0 tensor>.device) before a.py:1; ")
+        assert "made at an unknown line" in finding.evidence[2].text and finding.evidence[-1].source == "a.py:1 f"
+
+    @pytest.mark.parametrize(
+        ("change", "num_findings"),
+        [
+            ({}, 1),
+            ({"shape": (8,)}, 1),  # of another size
+            ({"shape": (4, 4)}, 2),
+            ({"made": "a.py:9 f"}, 2),
+            ({"op": "aten.mul"}, 2),
+            ({"line": "a.py:9 f"}, 2),
+            ({"device": "cuda:1"}, 2),
+        ],
+    )
+    def test_mismatches_that_are_alike_are_one(self, change: dict[str, object], num_findings: int) -> None:
+        b = training(64, 100)
+        own = {"op": "aten.add", "line": "a.py:1 f", "device": "cpu", "shape": (4,), "made": "a.py:3 f"}
+        for one in (own, own | change):
+            operand = (one["device"], one["shape"], one["made"])
+            b.mismatch(one["op"], one["line"], ("cuda:0", (4,), "a.py:2 f"), operand)  # type: ignore[arg-type]
+        assert len(of(b.context(), "device-mismatch")) == num_findings
 
 
 class TestAttentionScores:
@@ -667,3 +723,28 @@ def test_what_is_free_in_pieces_follows_what_is_kept(is_cause: bool, monkeypatch
     b = TraceBuilder()
     b.new(1)
     assert find_all(b.context())[0].id == ("idle-memory" if is_cause else "fragmentation")
+
+
+def test_a_search_asks_only_the_rules_that_guide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {order: Finding(str(order), Severity.NOTE, "", None, (), ()) for order in (3, 1, 2)}
+    rules = {order: lambda _, own=finding: [own] for order, finding in made.items()}
+    monkeypatch.setattr("memprof.findings.rules.RULES", rules)
+    monkeypatch.setattr("memprof.findings.rules.SEARCH_RULES", {3, 2})
+    b = TraceBuilder()
+    b.new(1)
+    assert [one.id for one in find_all(b.context())] == ["1", "2", "3"]
+    assert [one.id for one in find_all(b.context(), for_search=True)] == ["2", "3"]
+
+
+def test_results_are_computed_once_for_a_context() -> None:
+    asked = []
+
+    @cache_per_context
+    def count(context: Context) -> int:
+        asked.append(context)
+        return len(asked)
+
+    b = TraceBuilder()
+    b.new(1)
+    first, second = b.context(), b.context()
+    assert [count(first), count(first), count(second), count(first)] == [1, 1, 2, 1]
