@@ -657,3 +657,309 @@ def test_half_of_the_rows_or_the_first_fraction_that_fits(usable_mib: int | None
     b.trace.ended_out_of_memory = ended
     context = b.context(None if usable_mib is None else usable_mib * MIB)
     assert batches.find_fitting_rows(context, [batched], 16) == rows
+
+
+# -- which tensors, and how much --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [(name, True) for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")]
+    + [("maximum", True), ("minimum", True), ("pow", False), ("where", False)],
+)  # fmt: skip
+def test_operators_whose_result_is_larger_only_by_broadcasting(name: str, expected: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(512, 8, op="aten.randn")
+    b.new(512, 512, 8, op=f"aten.{name}", line="loss.py:3 loss")
+    assert bool(list(pairs.propose(b.context()))) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"shape": (1, 4096, 4096)}, False),
+        ({"shape": (4096, 1, 4096)}, False),
+        ({"shape": (2, 2, 4096, 1024)}, True),
+        ({"shape": (4096 * 4096,)}, False),
+        ({"hidden": True}, False),
+        ({"phase": PhaseKind.BACKWARD}, False),
+        ({"op": "aten.addmm"}, True),
+        ({"op": "aten.addmm", "shape": (4096, 4097)}, False),  # no square
+        ({"op": "aten.addmm", "shape": (256, 256, 256)}, False),
+        ({"other": (4096, 4096)}, False),  # an input may be as large
+        ({"other": (4096, 4095)}, True),
+    ],
+)
+def test_pairs_by_their_shape(change: dict[str, object], is_told: bool) -> None:
+    settings: dict[str, object] = {"shape": (4096, 4096), "op": "aten.mul", "phase": PhaseKind.FORWARD} | change
+    b = TraceBuilder()
+    b.parameter("weight", 64, 64)
+    b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+    b.new(*settings.pop("other", (4096, 8)), op="aten.randn")  # type: ignore[misc]
+    b.new(*settings.pop("shape"), line="loss.py:3 loss", **settings)  # type: ignore[misc, arg-type]
+    b.alloc(MIB)
+    assert bool(list(pairs.propose(b.context()))) == is_told
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "shape", "is_told"),
+    [
+        ("aten.zeros", "int64", (640, 8, 100), True),
+        ("aten.zeros", "float32", (640, 8, 100), False),
+        ("aten.ones", "int64", (640, 8, 100), False),
+        ("aten.zeros", "int64", (640, 9, 100), False),
+    ],
+)
+def test_a_one_hot_has_a_number_for_each_class_of_each_index(
+    op: str, dtype: str, shape: tuple[int, ...], is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(640, 8, dtype="int64", op="aten.topk")
+    b.new(*shape, op=op, dtype=dtype)
+    assert bool(list(pairs.propose(b.context()))) == is_told
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(6290, True), (6360, False)])
+def test_pairs_are_a_hundredth_of_the_peak(other_mib: int, is_told: bool) -> None:
+    """64 MiB of pairs; 100 rows of them for each of the others would be."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 1, op="aten.randn")
+    b.new(4096, 4096, op="aten.sub")
+    b.alloc(1)
+    b.trace.storages[-1] = b.trace.storages[-1]._replace(num_bytes=other_mib * MIB)
+    assert bool(list(pairs.propose(b.context()))) == is_told
+
+
+def test_chunks_are_as_many_rows_as_take_a_gibibyte_and_all_that_is_computed_of_them() -> None:
+    """2.5 GiB: three chunks of 20,480 rows; what was there before, or has fewer numbers, stays."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(20480, 4096, op="aten.randn")
+    before = b.new(20480, 8, op="aten.randn")
+    b.new(20480, 32768, op="aten.sub")
+    b.new(20480, 32768, op="aten.exp")
+    b.new(8, 20480, op="aten.sum")
+    b.new(20480, 32768, op="aten.mul", owner=(Role.INPUT, ""))
+    found = pairs.find_chunks(b.context())
+    assert found is not None and (found.first, found.rows) == (2, 6827)
+    assert sorted(found.sizes) == [2, 3] and before not in found.sizes
+    assert found.sizes[2] == 20480 * 32768 * 4 * 6827 // 20480
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "has_cdist"),
+    [("aten.sub", (512, 512, 8), True), ("aten.sub", (512, 512), False), ("aten.mul", (512, 512, 8), False)],
+)
+def test_distances_have_an_operator(op: str, shape: tuple[int, ...], has_cdist: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(512, 8, op="aten.randn")
+    b.new(*shape, op=op)
+    assert ("torch.cdist" in only(pairs.propose(b.context())).change) == has_cdist
+
+
+@pytest.mark.parametrize(
+    ("shape", "phase", "owner", "is_batched"),
+    [
+        ((64, 5), PhaseKind.FORWARD, None, True),
+        ((128, 5), PhaseKind.DECODE, None, True),
+        ((5, 64), PhaseKind.EVALUATION, None, True),
+        ((65, 5), PhaseKind.FORWARD, None, False),
+        ((64, 5), PhaseKind.INPUTS, None, False),
+        ((64, 5), PhaseKind.BACKWARD, (Role.GRADIENT, "a"), False),
+        ((64, 5), PhaseKind.FORWARD, (Role.KV_CACHE, ""), True),
+        ((256, 100), PhaseKind.FORWARD, None, False),  # of the weight
+        ((64, 64), PhaseKind.FORWARD, None, None),  # of all samples with each other
+        ((100, 100), PhaseKind.FORWARD, None, False),  # a width of the model
+    ],
+)
+def test_what_has_a_row_for_each_sample(
+    shape: tuple[int, ...], phase: PhaseKind, owner: tuple[Role, str] | None, is_batched: bool | None
+) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 256, 100)
+    b.phase(PhaseKind.FORWARD)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    other = b.new(64, 7)
+    b.phase(phase)
+    index = b.new(*shape, owner=owner)
+    expected = [] if is_batched is None else [other, *[index] * is_batched]
+    assert micro_batch._find_batched(b.context(), 64) == expected
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(64, 32), (6, 3), (9, 3), (7, 1), (2, 1)])
+def test_a_batch_is_divided_into_equal_ones(batch_size: int, rows: int) -> None:
+    assert only(micro_batch.propose(batch((batch_size, 256), inputs=(batch_size, 100)))).value == rows
+
+
+@pytest.mark.parametrize(
+    ("shapes", "size"), [(((64, 100),), 64), (((64, 100), (1, 5)), 64), (((1, 100),), None), (((), (8,)), 8)]
+)
+def test_samples_of_a_batch_are_the_rows_of_its_inputs(shapes: tuple[tuple[int, ...], ...], size: int | None) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for shape in shapes:
+        b.new(*shape, owner=(Role.INPUT, ""))
+    b.free(b.new(32, 100, owner=(Role.INPUT, "")))  # of another batch
+    b.alloc(MIB)
+    assert micro_batch.find_batch_size(b.context()) == size
+    assert micro_batch.find_batch_size(b.context(spec=TargetSpec(model="x", batch_size=1))) is None
+
+
+@pytest.mark.parametrize(("rows", "num_rows", "is_told"), [(2, 1, True), (1, 1, False)])
+def test_a_call_for_one_row_has_no_chunks(rows: int, num_rows: int, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    begin = len(b.trace.events)
+    b.free(b.new(rows, 1024))
+    b.alloc(MIB)
+    b.trace.sources.append("train.py:7 main")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), rows, "jacfwd", len(b.trace.sources) - 1))
+    found = list(vmap.propose(b.context()))
+    assert [one.change for one in found] == [
+        f"chunk_size={num_rows}, for {rows} rows, of torch.func.vmap of jvp, since jacfwd has none, at train.py:7"
+    ] * is_told
+
+
+def test_what_a_call_allocates_with_its_rows() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(10, 5)
+    begin = len(b.trace.events)
+    shapes = ((10, 5), (20, 5), (5, 10), (15, 5), (), (7, 3))
+    made = [b.new(*shape) for shape in shapes]
+    b.new(10, 5, hidden=True)
+    end = len(b.trace.events)
+    b.new(10, 5)
+    call = VmapCall(begin, end, 10, "vmap", 0)
+    assert vmap._find_batched(b.context(), call) == made[:3]
+
+
+@pytest.mark.parametrize(
+    ("op", "names", "is_new", "is_state"),
+    [
+        ("aten.zeros_like", None, True, True),
+        ("aten.sqrt", None, True, False),
+        ("aten.zeros_like", None, False, False),
+        ("aten.empty", (Role.OPTIMIZER_STATE, "exp_avg"), False, True),
+        ("aten.empty", (Role.BUFFER, "exp_avg"), False, False),
+    ],
+)
+@pytest.mark.parametrize("shape", [(8, 4), (8, 5)])
+def test_state_has_the_shape_of_a_parameter(
+    op: str, names: tuple[Role, str] | None, is_new: bool, is_state: bool, shape: tuple[int, int]
+) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 8, 4)
+    b.phase(PhaseKind.OPTIMIZER_STEP if is_new else PhaseKind.MODEL)
+    index = b.new(*shape, op=op, owner=names)
+    assert optimizer._find_state(b.trace) == ({index: 32} if is_state and shape == (8, 4) else {})
+
+
+@pytest.mark.parametrize(
+    ("elements", "bytes_of_each"), [(4096, 4096 + 16 * 4), (4095, 4095 * 4), (4097, 4097 + 17 * 4)]
+)
+def test_states_of_4096_elements_are_in_8_bits(elements: int, bytes_of_each: int) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", elements)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    for name in ("exp_avg", "exp_avg_sq"):
+        b.new(elements, owner=(Role.OPTIMIZER_STATE, name))
+    sizes = [one.num_bytes for one in only(optimizer.propose_8_bit(b.context())).trace.storages]
+    assert sizes[1:] == [bytes_of_each] * 2
+
+
+def test_temporaries_are_what_a_step_makes_for_itself() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 8)
+    b.new(4)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    own = b.new(4)
+    b.new(4, hidden=True)
+    b.new(8, op="aten.zeros_like")
+    b.new(4, owner=(Role.BUFFER, "a"))
+    assert optimizer.find_temporaries(b.trace) == [own]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"owner": (Role.BUFFER, "a")}, False),
+        ({"line": None}, False),
+        ({"hidden": True}, False),
+        ({"in_module": True}, False),
+        ({"op": "aten.new_full"}, True),
+        ({"op": "aten.ones"}, True),
+        ({"op": "aten.empty"}, False),
+        ({"phase": PhaseKind.MODEL}, True),
+        ({"phase": PhaseKind.INPUTS}, True),
+        ({"phase": PhaseKind.BACKWARD}, False),
+        ({"mib": 20}, True),
+        ({"mib": 18}, False),
+    ],
+)
+def test_a_buffer_is_created_by_a_line_of_the_program_outside_of_modules(
+    change: dict[str, object], is_told: bool
+) -> None:
+    """20 MiB are a quarter of 80, and 18 are less of 78."""
+    settings: dict[str, object] = {"op": "aten.zeros", "line": "slide.py:7 run"} | change
+    b = TraceBuilder()
+    b.trace.trains = True
+    b.alloc(60 * MIB)
+    b.phase(settings.pop("phase", PhaseKind.OTHER))  # type: ignore[arg-type]
+    if settings.pop("in_module", False):
+        b.enter("net")
+    b.alloc(settings.pop("mib", 20) * MIB, **settings)  # type: ignore[operator, arg-type]
+    b.phase(PhaseKind.BACKWARD)
+    assert bool(list(host_memory.propose(b.context()))) == is_told
+
+
+def test_buffers_of_one_line_are_one() -> None:
+    b = TraceBuilder(PhaseKind.OTHER)
+    made = [
+        b.alloc(mib * MIB, op="aten.zeros", line=line)
+        for mib, line in ((10, "a.py:1 f"), (30, "a.py:2 f"), (4, "a.py:2 f"))
+    ]
+    found = only(host_memory.propose(b.context()))
+    assert [found.trace.storages[index].num_bytes // MIB for index in made] == [10, 0, 0]
+    assert found.change == f'[{30 * MIB}] at a.py:2 in host memory (device="cpu"), copied in parts'
+
+
+@pytest.mark.parametrize(("num_gpus", "rows", "is_told"), [(2, 16, True), (1, 16, False), (2, 15, False)])
+def test_gathered_outputs_are_of_several_gpus_and_of_the_rows_of_the_largest(
+    num_gpus: int, rows: int, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("", "DataParallel")
+    before = b.new(16, 100)
+    b.new(8, 100, device="cuda:1")
+    gathered = b.new(16, 100, op="aten.empty")
+    b.leave()
+    b.trace.gpus = {f"cuda:{number}": True for number in range(num_gpus)}
+    b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=True, nodes=1, outputs=(gathered,)))
+    owned = b.new(16, 3, owner=(Role.BUFFER, "a"))
+    loss = b.new(rows, 201, op="aten._log_softmax", line="train.py:7 main")
+    found = list(data_parallel.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        sizes = [one.trace.storages[index].num_bytes for index in (before, owned, gathered, loss)]
+        assert sizes == [6400, 192, 3200, 16 * 201 * 2]
+        assert "[16 x 201] at train.py:7" in one.change
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "tokens", "share"),
+    [
+        (("float32", "float32"), 8192, 1 / 4),  # 1 of 4 GiB
+        (("bfloat16", "float32"), 8192, 1 / 2),  # 1.5 of 3 GiB
+        (("float32", "float32"), 1024, 1 / 2),  # 256 of 512 MiB, which are no chunk
+    ],
+)
+def test_a_chunk_has_a_copy_in_float32_and_one_in_the_precision_of_the_head(
+    dtypes: tuple[str, str], tokens: int, share: float
+) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 65536, 512)
+    b.inputs(1, tokens)
+    made = [b.new(tokens, 65536, dtype=dtype) for dtype in dtypes]
+    b.phase(PhaseKind.BACKWARD)
+    changed = only(chunked_loss.propose(b.context(spec=TargetSpec(model="x"))))
+    assert changed.change == ""
+    for index in made:
+        assert changed.trace.storages[index].num_bytes == b.trace.storages[index].num_bytes * share
