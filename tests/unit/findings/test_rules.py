@@ -7,6 +7,7 @@ import pytest
 from memprof.findings import Context, Finding, Severity, Suggestion, find_all
 from memprof.findings.attention_scores import find_score_storages
 from memprof.findings.finding import cache_per_context
+from memprof.findings.weight_delta import _find_matrices_per_token
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
@@ -267,6 +268,38 @@ class TestWeightDelta:
         b.new(256, 4096, 2048)
         assert not of(b.context(), "weight-delta-per-token")
 
+    @pytest.mark.parametrize(
+        ("change", "is_found"),
+        [
+            ({}, True),
+            ({"hidden": True}, False),
+            ({"owner": (Role.BUFFER, "a")}, False),
+            ({"phase": PhaseKind.MODEL}, False),
+            ({"phase": PhaseKind.BACKWARD}, True),
+            ({"vocab_size": 1024}, False),  # logits
+            ({"vocab_size": 512}, False),  # a dimension of as many words is no feature's
+            ({"shape": (1024, 512)}, False),  # the weight, cast
+            ({"shape": (64, 512, 1000)}, False),
+            ({"shape": (64, 500, 1024)}, False),
+            ({"shape": (32, 512, 1024)}, False),
+            ({"shape": (64, 512, 512)}, True),
+            ({"context_length": 512, "shape": (64, 512, 512)}, False),  # scores of as many tokens
+            ({"shape": (64, 512 * 1024)}, True),
+            ({"shape": (64, 1024 * 1024)}, False),
+            ({"shape": (1, 64 * 512, 1024)}, True),
+            ({"shape": (64, 64 * 8, 1024)}, True),
+        ],
+    )
+    def test_a_matrix_of_the_sizes_of_weights_for_each_token(self, change: dict[str, object], is_found: bool) -> None:
+        settings: dict[str, object] = {"shape": (64, 512, 1024), "phase": PhaseKind.FORWARD} | change
+        known = {name: settings.pop(name) for name in ("vocab_size", "context_length") if name in settings}
+        b = TraceBuilder()
+        b.parameter("up.weight", 1024, 512)
+        b.inputs(2, 32)
+        b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+        b.new(*settings.pop("shape"), **settings)  # type: ignore[misc, arg-type]
+        assert bool(_find_matrices_per_token(b.context(**known))) == is_found  # type: ignore[arg-type]
+
 
 class TestDeviceMismatch:
     def test_says_where_and_what_to_do(self) -> None:
@@ -475,8 +508,70 @@ class TestScoreStorages:
             ("bmm", "float32", 4, LENGTH, LENGTH),
             ("add", "float32", 2, 4, LENGTH, LENGTH),
             ("add", "float32", 2, 4 * LENGTH, LENGTH),
+            ("le", "bool", 2, 4, LENGTH, LENGTH),
         )
-        assert labels == ["scores", "scores", None, "scores", None]
+        assert labels == ["scores", "scores", None, "scores", None, "mask"]
+
+    def test_the_title_has_queries_and_keys_of_the_largest(self) -> None:
+        b = TraceBuilder()
+        b.inputs(2, LENGTH)
+        for _ in range(2):
+            b.new(8, 300, LENGTH, op="aten._softmax")
+        b.new(1, 300, 300, op="aten._softmax")
+        (finding,) = of(b.context(), "attention-scores")
+        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built: 3 tensors,")
+
+    @pytest.mark.parametrize(
+        ("change", "is_score"),
+        [
+            ({}, True),
+            ({"hidden": True}, False),
+            ({"owner": (Role.BUFFER, "a")}, False),
+            ({"phase": PhaseKind.MODEL}, False),
+        ],
+    )
+    def test_scores_are_computed_in_a_pass_and_are_of_nobody(self, change: dict[str, object], is_score: bool) -> None:
+        b = TraceBuilder()
+        b.inputs(2, LENGTH)
+        b.phase(change.pop("phase", PhaseKind.FORWARD))  # type: ignore[arg-type]
+        b.new(2, 4, LENGTH, LENGTH, op="aten._softmax", **change)  # type: ignore[arg-type]
+        assert bool(find_score_storages(b.context())) == is_score
+
+    @pytest.mark.parametrize(("length", "is_score"), [(256, True), (255, False)])
+    def test_a_context_from_256_tokens_on_has_scores(self, length: int, is_score: bool) -> None:
+        """Of as many keys, and more queries."""
+        made = ("_softmax", "float32", 2, 4, 300, length)
+        assert self.labels(made, inputs=False, context_length=length) == ["scores" if is_score else None]
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "is_image"),
+        [
+            ((2, 3, LENGTH, LENGTH), "float32", True),
+            ((2, 3, LENGTH, LENGTH), "bool", False),
+            ((3, LENGTH, LENGTH), "float32", False),
+        ],
+    )
+    def test_images_that_are_given_to_a_model(self, shape: tuple[int, ...], dtype: str, is_image: bool) -> None:
+        """A softmax over their columns is none over keys."""
+        b = TraceBuilder()
+        b.phase(PhaseKind.INPUTS)
+        b.new(*shape, dtype=dtype)
+        b.phase(PhaseKind.FORWARD)
+        b.new(2, 4, LENGTH, LENGTH, op="aten._softmax")
+        assert bool(find_score_storages(b.context())) is not is_image
+
+    @pytest.mark.parametrize("change", [{"hidden": True}, {"phase": PhaseKind.OPTIMIZER_STEP}])
+    def test_a_product_that_makes_scores_is_computed_in_a_pass(self, change: dict[str, object]) -> None:
+        """Beside a linear layer as wide as the keys are many, a softmax alone tells nothing."""
+        for is_product in (True, False):
+            b = TraceBuilder()
+            b.inputs(2, LENGTH)
+            b.new(2, 4, LENGTH, LENGTH, op="aten._softmax")
+            b.new(64, LENGTH, op="aten.mm")
+            settings: dict[str, object] = {} if is_product else dict(change)
+            b.phase(settings.pop("phase", PhaseKind.FORWARD))  # type: ignore[arg-type]
+            b.new(2, 4, LENGTH * LENGTH, op="aten.mm", **settings)  # type: ignore[arg-type]
+            assert bool(find_score_storages(b.context())) == is_product
 
     def test_features_of_as_many_as_tokens_in_each_sequence_are_no_scores(self) -> None:
         """[2 x 512 x 512] may be features of two sequences, unless a softmax makes it."""
