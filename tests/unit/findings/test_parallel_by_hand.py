@@ -26,6 +26,7 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import MIB
+from tests.unit.allocator.traces import StreamScript
 from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
 
@@ -221,6 +222,32 @@ def test_what_is_gathered_further_ahead_than_one_group() -> None:
     ]
     assert prefetch.find(gathered(ahead=2)) and not prefetch.find(gathered(ahead=1))
     assert not prefetch.find(gathered(ahead=3, mib=26))
+
+
+def gathered_on_a_stream(api: str = FSDP1, mib: int = 100, **settings: bool) -> Context:
+    """Three groups are gathered on a stream, and freed while another one may still use them; and so is a buffer."""
+    b = StreamScript()
+    b.new(10 * MILLION, line=BUILD, owner=(Role.PARAMETER, LAYERS[0]))
+    groups = []
+    for number in range(3):
+        groups.append(
+            ShardedGroup(api, f"layers.{number}", 2, (LAYERS[number],), ((mib * MILLION,),), "float32", **settings)
+        )
+        for owner in ((Role.UNSHARDED, LAYERS[number]), None):
+            made = b.alloc(mib * MIB, stream=3, owner=owner)
+            b.use(made, 0)
+            b.free(made)
+    return wrapped(b, *groups)
+
+
+def test_nothing_limits_how_much_is_gathered_ahead() -> None:
+    """If what was gathered were free at once, each buffer would take its block: 300 MiB, and the segment of 20."""
+    finding = only(prefetch.find(gathered_on_a_stream(unlimited=True)))
+    assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 300 * MIB)
+    assert all_figures(finding) == [["300.00 MiB", "94%"], ["train.py:3"], ["320.00 MiB", "620.00 MiB"]]
+    assert finding.evidence[1].num_bytes == 620 * MIB
+    assert not prefetch.find(gathered_on_a_stream())
+    assert not prefetch.find(gathered_on_a_stream(unlimited=True, mib=20))
 
 
 def test_what_a_program_gathers_by_hand() -> None:
