@@ -376,24 +376,25 @@ def test_feature_maps_are_results_of_convolutions() -> None:
 # -- effect ----------------------------------------------------------------------------------------------------------
 
 
-def kept_until_the_end(usable_mib: int | None) -> Context:
-    """100 MiB that are used before 60 are allocated, which are never used; 200 MiB come then."""
+def kept_until_the_end(usable_mib: int | None, last_use: int = 2) -> Context:
+    """100 MiB, last used before 60 are allocated, or after; these are never used; 200 MiB come then."""
     b = TraceBuilder()
     b.alloc(100 * MIB)
     b.alloc(60 * MIB)
     b.alloc(200 * MIB)
-    b.trace.last_uses = [2, NONE, 4]
+    b.trace.last_uses = [last_use, NONE, 4]
     return b.context(None if usable_mib is None else usable_mib * MIB)
 
 
-def test_what_a_run_needs_if_tensors_are_freed_after_their_last_use() -> None:
-    context = kept_until_the_end(400)
+@pytest.mark.parametrize(("last_use", "needed"), [(2, "300.00 MiB"), (3, "360.00 MiB")])
+def test_what_a_run_needs_if_tensors_are_freed_after_their_last_use(last_use: int, needed: str) -> None:
+    """The 60 MiB are taken from the segment of 100, if that is free, which is too small for 200."""
+    context = kept_until_the_end(400, last_use)
     needs = compute_needs_without(context, [0, 1])
     assert needs.allocated_bytes == 200 * MIB
     line = effect_evidence(context, needs)
-    # The 60 MiB are taken from the segment of 100, which is too small for 200.
-    assert figures(line.text) == ["200.00 MiB", "360.00 MiB", "300.00 MiB", "360.00 MiB"]
-    assert line.num_bytes == 60 * MIB
+    assert figures(line.text) == ["200.00 MiB", "360.00 MiB", needed, "360.00 MiB"]
+    assert line.num_bytes == (60 * MIB if last_use == 2 else 0)
     assert not is_decisive(context, needs)
 
 

@@ -10,7 +10,7 @@ from memprof.findings import Severity, exhaustion
 from memprof.findings.exhaustion import MAX_STEPS, Growth, predict_growth
 from memprof.findings.memory_growth import find
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import Role
+from memprof.trace.events import PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.findings.test_growth import KEPT, LOSSES, MILLION, kept, steps
@@ -196,6 +196,16 @@ def test_later_steps_add_what_the_recorded_ones_have_added_in_turn() -> None:
     added = [forecast.get_added_sizes(step, 5) for step in range(6, 11)]
     assert added == [(MIB, MIB), (), (MIB,), (2 * MIB, 2 * MIB), (MIB, MIB)]
     assert forecast.last_step is None
+
+
+def test_what_a_step_makes_first_is_of_that_step() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(step * MILLION, line=KEPT)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    assert forecasts(b)[0].sizes == ((2 * MIB,), (3 * MIB,), (4 * MIB,))
 
 
 @pytest.mark.parametrize(("limit", "last_step"), [(None, None), (4, "full"), (5, 5), (9, 9)])

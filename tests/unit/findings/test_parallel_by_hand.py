@@ -241,11 +241,11 @@ def gathered_on_a_stream(api: str = FSDP1, mib: int = 100, **settings: bool) -> 
 
 
 def test_nothing_limits_how_much_is_gathered_ahead() -> None:
-    """If what was gathered were free at once, each buffer would take its block: 300 MiB, and the segment of 20."""
+    """If what was gathered were free at once, each buffer would take its block: 300 MiB, and 10."""
     finding = only(prefetch.find(gathered_on_a_stream(unlimited=True)))
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 300 * MIB)
-    assert all_figures(finding) == [["300.00 MiB", "94%"], ["train.py:3"], ["320.00 MiB", "620.00 MiB"]]
-    assert finding.evidence[1].num_bytes == 620 * MIB
+    assert all_figures(finding) == [["300.00 MiB", "97%"], ["train.py:3"], ["310.00 MiB", "610.00 MiB"]]
+    assert finding.evidence[1].num_bytes == 610 * MIB
     assert not prefetch.find(gathered_on_a_stream())
     assert not prefetch.find(gathered_on_a_stream(unlimited=True, mib=20))
 

@@ -63,7 +63,7 @@ class TestDoesNotFit:
         assert "loss of step 1" in finding.title and "500.00 MiB" in finding.title
         died = finding.evidence[0]
         assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
-        assert finding.fixes[0] == "chunked-loss"
+        assert finding.fixes[0] == finding.suggestions[0].fix == "chunked-loss"
         assert "micro-batch" not in finding.fixes  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:

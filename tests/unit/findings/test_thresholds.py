@@ -327,6 +327,7 @@ def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_nam
         ([50, 50], 800, ["2 x 50.00 MiB"]),
         ([98], 98, []),
         ([98], 96, ["98.00 MiB"]),
+        ([30, 30, 30, 50], 40, ["50.00 MiB"]),
         ([98, 102, 104, 106], 40, ["106.00 MiB", "104.00 MiB", "102.00 MiB"]),
     ],
 )
