@@ -10,7 +10,7 @@ import pytest
 from memprof.findings import Finding, Severity, find_all
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.idle_memory import find
-from memprof.findings.idle_storages import awaits_backward, find_idle_storages, find_phase
+from memprof.findings.idle_storages import awaits_backward, find_idle_storages, find_phase, find_replaced_models
 from memprof.trace.events import NONE, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
@@ -304,14 +304,14 @@ def test_gradients_that_are_accumulated_are_used() -> None:
     assert not b.find(350 * MIB)
 
 
-def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86) -> UsesBuilder:
+def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86, state_mib: int = 86) -> UsesBuilder:
     """A model of 258 MiB is trained; then a second one is called, with less memory at its peak."""
     b = UsesBuilder(PhaseKind.MODEL)
     weight = b.parameter("weight", part_mib * MIB // 4)
     b.phase(PhaseKind.FORWARD)
     b.free(b.alloc(400 * MIB))
     b.phase(PhaseKind.OPTIMIZER_STEP)
-    state = [b.new(part_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
+    state = [b.new(state_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
     b.use(weight, *state)
     for step in range(calls):
         b.phase(PhaseKind.FORWARD, 2 + step)
@@ -365,8 +365,8 @@ def test_a_model_that_is_freed_in_the_next_phase_is_the_attempt_that_has_failed(
 
 
 def test_a_model_counts_from_256_mib_on() -> None:
-    """Weight and two states of equal size."""
-    assert two_models(part_mib=86).find() and not two_models(part_mib=84).find()
+    """Its weight with two states."""
+    assert two_models(part_mib=84).find() and not two_models(part_mib=82).find()
 
 
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
@@ -940,3 +940,62 @@ def test_a_program_has_come_to_its_end_if_it_says_so() -> None:
     program = ProgramFacts(("train.py",), "steps", 0, 4, ())
     b.trace.facts = dataclasses.replace(b.trace.facts, program=program)
     assert not b.find()
+
+
+def test_state_of_a_model_that_a_cycle_keeps_is_no_model_of_its_own() -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders[:] = [CYCLE._replace(storages=(weight,))]
+    assert not any("another one was built" in finding.title for finding in b.find(400 * MIB))
+
+
+def test_what_was_computed_with_of_a_model_that_another_one_replaces() -> None:
+    """Its gradients too, but not what was never used, was used to build it, or is in host memory."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight, unused, built, host, ids = (
+        b.parameter("weight", 25 * MIB),
+        b.parameter("unused", MIB),
+        b.parameter("built", MIB),
+        b.new(MIB, device="cpu", owner=(Role.PARAMETER, "host")),
+        b.new(MIB, owner=(Role.INPUT, "")),
+    )
+    b.use(built)
+    b.phase(PhaseKind.FORWARD)
+    b.use(weight, host, ids)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(25 * MIB, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(weight, gradient)
+    b.phase(PhaseKind.MODEL)
+    b.parameter("weight", 25 * MIB)
+    b.alloc(300 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert find_replaced_models(b.context(400 * MIB)) == {weight, gradient}
+    b.trace.ended_out_of_memory = False
+    assert not find_replaced_models(b.context(400 * MIB)) and unused
+
+
+def test_gradients_that_are_there_when_memory_runs_out() -> None:
+    """What has a role is not autograd's, which may keep other tensors for a backward."""
+    b = UsesBuilder(PhaseKind.BACKWARD)
+    gradient = b.new(25 * MIB, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(gradient)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(300 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert find_idle_storages(b.context(350 * MIB)) == [gradient]
+
+
+def test_what_is_used_as_a_call_begins_was_used_before_it() -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    weight = b.parameter("weight", 100)
+    b.alloc(MIB)
+    b.use(weight)
+    begin = len(b.trace.events)
+    b.alloc(MIB)
+    b.trace.forwards.append(Forward(begin, begin + 1, 0, 0, True, 0, ()))
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert awaits_backward(b.context(), weight)  # the call itself has no graph

@@ -196,6 +196,11 @@ def test_sharded_groups_save_at_least_both(saved_mib: int, peak_mib: int, is_tol
     assert is_large(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
 
 
+def test_sharded_groups_save_no_byte_less() -> None:
+    context = beside(100 * MIB).context()
+    assert is_large(context, 64 * MIB) and not is_large(context, 64 * MIB - 1)
+
+
 @pytest.mark.parametrize(("other_mib", "is_told"), [(1802, False), (1800, True)])
 def test_whole_optimizer_state_is_told_from_a_twentieth_that_can_be_saved(other_mib: int, is_told: bool) -> None:
     """State of 200 MiB of two equal parameters, of which each of two ranks could have one."""
