@@ -290,7 +290,7 @@ def stepped() -> TraceBuilder:
     b.phase(PhaseKind.OPTIMIZER_STEP)
     b.new(50 * MIB, op="aten.zeros_like", line="adam.py:1 init", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
     b.new(op="aten.zeros", owner=(Role.OPTIMIZER_STATE, "step"))
-    roots = [b.new(70 * MILLION, op="aten._foreach_sqrt", line="adam.py:5 step") for _ in range(3)]
+    roots = [b.new(70 * MILLION, op="aten._foreach_sqrt", line=f"adam.py:{line} step") for line in (4, 5, 5)]
     b.free(*roots)
     return b
 
@@ -304,6 +304,13 @@ def test_state_in_float32_and_what_half_precision_would_save() -> None:
     ]
 
 
+def test_state_of_adam_in_float32_may_be_in_8_bits() -> None:
+    b = stepped()
+    b.new(50 * MIB, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg_sq"))
+    finding = only(optimizer_state.find(b.context())[:1])
+    assert finding.fixes == ("8-bit-optimizer",) == tuple(one.fix for one in finding.suggestions)
+
+
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_temporaries_of_the_step_and_the_stage_that_comes_next(is_by_hand: bool) -> None:
     b = stepped()
@@ -312,12 +319,13 @@ def test_temporaries_of_the_step_and_the_stage_that_comes_next(is_by_hand: bool)
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 210 * MIB)
     figures = [
         ["3", "210.00 MiB", "41%"],
-        ["[18350080]", "float32", "70.00 MiB", "aten._foreach_sqrt", "adam.py:5", "3"],
+        ["[18350080]", "float32", "70.00 MiB", "aten._foreach_sqrt", "adam.py:5", "2"],
+        ["[18350080]", "float32", "70.00 MiB", "aten._foreach_sqrt", "adam.py:4", "1"],
         ["220.00 MiB"],
     ]
-    assert all_figures(finding)[:3] == figures
-    assert finding.evidence[1].num_bytes == 220 * MIB
-    assert [line.source for line in finding.evidence[2:]] == ["adam.py:5 step"] * is_by_hand
+    assert all_figures(finding)[:4] == figures
+    assert finding.evidence[2].num_bytes == 220 * MIB
+    assert [line.source for line in finding.evidence[3:]] == ["adam.py:4 step"] * is_by_hand
 
 
 # -- shapes of a model -----------------------------------------------------------------------------------------------

@@ -376,6 +376,11 @@ def test_the_fix_is_by_what_the_graph_does_not_keep(
     assert finding.edit is not None and (finding.edit.kind, finding.edit.source) == (edit, LOSSES.source)
 
 
+def test_exactly_64_kib_a_step_that_nothing_was_seen_to_keep_are_for_host_memory() -> None:
+    (finding,) = find(kept(4, elements=MILLION // 16).context())
+    assert ".cpu()" in finding.evidence[-1].text and finding.edit is None
+
+
 def test_what_a_graph_has_saved_is_no_part_of_what_is_kept() -> None:
     """Numbers of 512 bytes, whose graphs have 3 MiB each: .item() is enough."""
     b = TraceBuilder()
@@ -443,12 +448,12 @@ def test_a_bounded_container_is_told_where_memory_runs_out() -> None:
     b = kept(4, LOSSES._replace(kind="deque", limit=100))
     program = ProgramFacts(("train.py",), "steps", 0, 4, ())
     b.trace.facts = dataclasses.replace(b.trace.facts, command="run", program=program)
-    assert find(b.context(60 * MIB)) and not find(b.context(600 * MIB))
+    assert find(b.context(60 * MIB)) and not find(b.context(600 * MIB)) and not find(b.context())
 
 
-@pytest.mark.parametrize(("mib", "is_told"), [(1, True), (0, False)])
-def test_little_that_accumulates_until_the_peak_is_let_pass(mib: int, is_told: bool) -> None:
-    """Here 512 bytes a step are more than a twentieth of the peak, which has little else."""
+@pytest.mark.parametrize(("num_bytes", "is_told"), [(64 << 10, True), ((64 << 10) - 512, False)])
+def test_little_that_accumulates_until_the_peak_is_let_pass(num_bytes: int, is_told: bool) -> None:
+    """Here it is more than a twentieth of the peak, which has little else."""
     b = TraceBuilder()
     made: list[int] = []
     for step in range(1, 8):
@@ -457,7 +462,7 @@ def test_little_that_accumulates_until_the_peak_is_let_pass(mib: int, is_told: b
             b.free(b.alloc(1024))
             b.free(*made)
         if step < 6:
-            made.append(b.alloc(mib * MIB + 512, line=KEPT))
+            made.append(b.alloc(num_bytes, line=KEPT))
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
     assert bool(found(b)) == is_told
 

@@ -102,3 +102,11 @@ def test_what_is_live_beyond_some_sets(num_kept: int, oldest: bool, saved: list[
 
 def test_a_set_lives_from_its_first_storage_to_its_last() -> None:
     assert overlapping().savings_beyond([[1, 3]], 0) == [Saving(2, 8, 12 * MIB)]
+
+
+def test_the_most_is_live_before_it_is_freed() -> None:
+    b = TraceBuilder()
+    first = b.alloc(8 * MIB)
+    b.free(first)
+    b.alloc(2 * MIB)
+    assert b.context().lifetimes.find_max_live([0, 1]) == LiveSet(8 * MIB, 1, (0,))

@@ -7,6 +7,7 @@ import pytest
 from memprof.findings import Context, Finding, Severity, Suggestion, find_all
 from memprof.findings.attention_scores import find_score_storages
 from memprof.findings.finding import cache_per_context
+from memprof.findings.suggestions import list_fix_names
 from memprof.findings.weight_delta import _find_matrices_per_token
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role
@@ -408,7 +409,7 @@ class TestAttentionScores:
         # Four softmax outputs stay; beside them the product of the last layer and the mask.
         assert finding.num_bytes == 5 * 64 * MIB + MIB
         assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
-        assert finding.fixes == ("sdpa-attention",)
+        assert finding.fixes == ("sdpa-attention",) == list_fix_names(finding.suggestions)
 
     def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
         b = training(1024, 100)
@@ -693,6 +694,7 @@ class TestOptimizer:
         b.free(*roots)
         (finding,) = of(b.context(), "optimizer-step-temporaries")
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
+        assert list_fix_names(finding.suggestions) == finding.fixes
 
     def test_silent_on_little(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")

@@ -38,6 +38,7 @@ def large_logits() -> TraceBuilder:
 
 def recommended(identifier: str, b: TraceBuilder | None = None, **known: object) -> tuple[str, ...]:
     (finding,) = of((b or large_logits()).context(4000 * MIB, vocab_size=50000, **known), identifier)
+    assert list_fix_names(finding.suggestions) == finding.fixes
     return finding.fixes
 
 
@@ -255,6 +256,13 @@ def test_a_run_on_the_cpu_is_replayed_in_host_memory(alone: None) -> None:
     shrink(1, 0, MIB)
     (found,) = suggest(context)
     assert (found.required_bytes, found.fits) == (401 * MIB, None)
+
+
+def test_the_suggestions_of_a_finding_are_in_the_order_of_their_rules(alone: None) -> None:
+    for order, mib in ((3, 0), (1, 300), (2, 100)):
+        shrink(order, 0, mib * MIB, findings=("toy",))
+    shrink(4, 0, 0)
+    assert texts(suggest_against(two_tensors().context(), "toy")) == ["number 1", "number 2", "number 3"]
 
 
 def test_a_new_file_is_a_new_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
