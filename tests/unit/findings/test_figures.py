@@ -279,6 +279,39 @@ def test_copies_of_norms_alone_are_a_note(
     assert is_note == (is_norm and is_alone)
 
 
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"op": "aten.mul"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"phase": PhaseKind.MODEL}, False),
+        ({"owner": (Role.BUFFER, "a")}, False),
+        ({"vocab_size": 2048}, False),
+        ({"vocab_size": 4096}, True),
+        ({"role": ModuleRole.HEAD}, False),  # what a head computes is logits
+    ],
+)
+def test_copies_are_made_to_float32_in_a_forward_and_are_no_logits(change: dict[str, object], is_told: bool) -> None:
+    settings: dict[str, object] = {"op": "aten._to_copy", "phase": PhaseKind.FORWARD} | change
+    known = {"vocab_size": settings.pop("vocab_size")} if "vocab_size" in settings else {}
+    b = training(4096, 100)
+    b.trace.ops.append("aten._to_copy")
+    b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+    b.enter("net", "Linear", settings.pop("role", ModuleRole.OTHER))  # type: ignore[arg-type]
+    b.new(1, 4096, 2048, **settings)  # type: ignore[arg-type]
+    b.leave()
+    assert bool(upcast.find(b.context(**known))) == is_told  # type: ignore[arg-type]
+
+
+def test_a_model_without_copies_and_a_line_with_few_of_them() -> None:
+    b = training(4096, 100)
+    assert not upcast.find(b.context())
+    b.new(1, 4, 2048, op="aten._to_copy", line="a.py:1 f")
+    b.new(1, 4096, 2048, op="aten._to_copy", line="a.py:2 f")
+    assert "at a.py:2" in only(upcast.find(b.context())).title
+
+
 def stepped() -> TraceBuilder:
     """State of 200 MiB in float32 for a parameter of 100; in the step, three temporaries of 70 MiB."""
     b = TraceBuilder()
@@ -337,7 +370,7 @@ def test_words_that_nobody_asked_for_in_everything_that_has_them() -> None:
     b.phase(PhaseKind.BACKWARD)
     b.new(2000, 512, dtype="bfloat16", owner=(Role.GRADIENT, "embed.weight"))
     b.new(2000, 512, dtype="bfloat16", owner=(Role.GRADIENT, "other"))
-    b.new(64, 2000)
+    b.new(1, 64, 2000)
     b.free(b.new(128, 2000))
     b.phase(PhaseKind.OPTIMIZER_STEP)
     b.new(2000, 512, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
@@ -357,6 +390,7 @@ def test_words_that_nobody_asked_for_in_everything_that_has_them() -> None:
     assert [line.num_bytes for line in finding.evidence] == [sizes[0], *sizes]
     kinds = [line.text.partition(" of the")[0] for line in finding.evidence[1:]]
     assert kinds == ["parameters", "gradients", "optimizer state", "logits and loss"]
+    assert len(only(vocabulary.find(training(64, 2000).context(asked_vocab_size=1000))).evidence) == 2
 
 
 def delta(rows: str, columns: str) -> list[str]:

@@ -616,6 +616,8 @@ class TestScoreStorages:
             ("le", "bool", (2, 1, LENGTH, LENGTH), True),
             ("le", "uint8", (2, 4, LENGTH, LENGTH), True),
             ("le", "int64", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int32", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int8", (2, 4, LENGTH, LENGTH), True),
             ("where", "float32", (2, 1, LENGTH, LENGTH), True),
             ("where", "float32", (2, 4, LENGTH, LENGTH), False),  # as many as heads
             ("bmm", "float32", (2, 1, LENGTH, LENGTH), False),
