@@ -6,9 +6,9 @@ import pytest
 
 from memprof.findings import Finding, Severity, calls, evaluation_accumulates, evaluation_with_gradients
 from memprof.findings.edits import Edit, EditKind
-from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Role
+from memprof.trace.events import NONE, Forward, Holder, Owner, PhaseKind, Role
 from memprof.units import KIB, MIB
-from tests.unit.findings.figures import all_figures
+from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
 
 OUTPUTS = Holder(0, "list", "outputs", "/x/eval.py:9 main", True, None, (), 0, 0, 40)
@@ -175,7 +175,7 @@ def test_caches_that_something_keeps_and_no_later_call_uses(is_held: bool, is_us
     made = []
     for _ in range(5):
         (cache, _) = b.call(2 * MIB, 4 * MIB, num_outputs=0)
-        b.trace.owners[cache] = b.trace.owners.get(cache) or _cache()
+        b.trace.owners[cache] = Owner(Role.KV_CACHE, "")
         made.append(cache)
     b.trace.last_uses = [NONE] * len(b.trace.storages)
     if is_used:
@@ -187,12 +187,6 @@ def test_caches_that_something_keeps_and_no_later_call_uses(is_held: bool, is_us
     assert bool(found) == (is_held and not is_used)
     for one in found:
         assert one.title.startswith("KV caches and outputs of 5 calls") and "its KV cache" in one.evidence[-1].text
-
-
-def _cache() -> object:
-    from memprof.trace.events import Owner
-
-    return Owner(Role.KV_CACHE, "")
 
 
 # -- evaluation-with-gradients ---------------------------------------------------------------------------------------
@@ -264,9 +258,44 @@ def test_what_piles_up_from_call_to_call_and_why() -> None:
         assert ["[20971520]", "uint8", "aten.op1", "model.py:3", "20.00 MiB", "5"] in all_figures(finding)
         return [line.text for line in finding.evidence if "piles up" in line.text]
 
+    b = with_graphs(number=5, is_kept=True)
+    b.trace.holders.append(OUTPUTS._replace(storages=(2,), nodes=5))
+    texts = [line.text for line in only(evaluation_with_gradients.find(b.context())).evidence]
+    assert "kept by list `outputs`, filled at x/eval.py:9" in texts
     assert reasons() == ["it piles up from call to call; what keeps its graph was not seen:"]
     assert reasons(nodes=5) == ["it piles up from call to call, for the outputs are kept with their graph:"]
     assert reasons(nodes=0) == ["it piles up from call to call, kept without a graph:"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_bytes", "is_told"), [(0, 32 * KIB, True), (0, 31 * KIB, False), (5, 1024, True)]
+)
+def test_growth_without_a_graph_is_told_from_64_kib_a_call_on(nodes: int, num_bytes: int, is_told: bool) -> None:
+    """Of two kinds of tensors that a list keeps."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.free(b.call(*[num_bytes] * 2, 20 * MIB, nodes=5, num_outputs=2)[2])
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 1), nodes=nodes))
+    finding = only(evaluation_with_gradients.find(b.context()))
+    assert any("piles up" in line.text for line in finding.evidence) == is_told
+
+
+def test_a_cache_that_keeps_the_graphs_of_all_calls() -> None:
+    b = EvaluationBuilder(PhaseKind.DECODE)
+    caches = []
+    for number in range(1, 6):
+        cache, _ = b.call(number * 2 * MIB, 20 * MIB, nodes=5, num_outputs=0)
+        b.trace.owners[cache] = Owner(Role.KV_CACHE, "")
+        caches.append(cache)
+    finding = only(evaluation_with_gradients.find(b.context()))
+    line = next(line for line in finding.evidence if "keys and values that are" in line.text)
+    assert figures(line.text) == ["[10485760]", "uint8", "aten.op0", "model.py:3", "5", "30.00 MiB"]
+    assert (line.num_bytes, line.shape) == (30 * MIB, (10 * MIB,))
+    b.free(*caches[:4])
+    b.trace.forwards[-1] = b.trace.forwards[-1]._replace(end=len(b.trace.events))
+    assert not any(
+        "keys and values" in one.text for f in evaluation_with_gradients.find(b.context()) for one in f.evidence
+    )
 
 
 def test_a_line_that_trains_too_is_not_to_be_edited() -> None:

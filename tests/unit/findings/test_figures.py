@@ -439,11 +439,11 @@ def test_positions_that_end_before_the_context() -> None:
     ],
 )
 def test_learned_positions_have_a_row_each(name: str, rows: int, is_error: bool) -> None:
-    b = training(64, 100)
-    b.parameter(name, rows, 512)
-    b.parameter(name, rows)
-    finding = only(positions.find(b.context(context_length=2048, max_positions=1024)))
-    assert (finding.severity is Severity.ERROR) == is_error
+    for shape, can_be in (((rows, 512), True), ((rows,), False), ((rows, 2, 512), False)):
+        b = training(64, 100)
+        b.parameter(name, *shape)
+        finding = only(positions.find(b.context(context_length=2048, max_positions=1024)))
+        assert (finding.severity is Severity.ERROR) == (is_error and can_be)
 
 
 # -- other -----------------------------------------------------------------------------------------------------------
@@ -468,12 +468,12 @@ def test_what_belongs_to_no_category_the_largest_first() -> None:
 
 
 def compiled(gelu_mib: int = 40, more_mib: int = 60, other_mib: int = 10) -> TraceBuilder:
-    """Two calls of a graph, of each of which one tensor by gelu is live, and of one alone two by mul."""
+    """Two calls of a graph, of each of which one tensor by gelu is live, and three of twenty by mul."""
     b = TraceBuilder(PhaseKind.FORWARD)
     b.alloc(other_mib * MIB)
     saved = CompiledSavedTensors
     b.trace.compiled_keeps += [
-        saved(0, more_mib * MIB, "aten.mul", "model.py:2 forward", 10 * MIB, 2, True),
+        saved(0, more_mib * MIB, "aten.mul", "model.py:2 forward", 10 * MIB, 10, True),
         saved(0, more_mib * MIB, "aten.gelu", "model.py:1 forward", gelu_mib * MIB, 1, False),
         saved(1, 999 * MIB, "aten.sin", "model.py:3 forward", 10 * MIB, 1, False),
     ]
@@ -490,14 +490,20 @@ def test_what_compiled_code_keeps_of_the_calls_that_are_live_at_the_peak() -> No
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 120 * MIB)
     assert all_figures(finding)[:3] == [
         ["120.00 MiB", "80%"],
+        ["20", "10.00 MiB", "aten.mul", "model.py:2"],
         ["2", "40.00 MiB", "aten.gelu", "model.py:1"],
-        ["4", "10.00 MiB", "aten.mul", "model.py:2"],
     ]
-    assert ["computes it again" in line.text for line in finding.evidence[:2]] == [False, True]
+    assert ["computes it again" in line.text for line in finding.evidence[:2]] == [True, False]
+    assert [line.source for line in finding.evidence[:2]] == ["model.py:2 forward", "model.py:1 forward"]
     assert "cse = False" in finding.evidence[-1].text
     b = compiled()
     b.trace.compiled_keeps = [one._replace(again=False) for one in b.trace.compiled_keeps]
     assert "cse" not in only(compiled_saved_tensors.find(b.context())).evidence[-1].text
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.compiled_keeps.append(CompiledSavedTensors(0, 80 * MIB, "aten.sin", "", 80 * MIB, 1, False))
+    b.new(80 * MILLION, op="aten.sin", line=None)
+    line = only(compiled_saved_tensors.find(b.context())).evidence[0]
+    assert line.source is None and "an unknown line" in line.text
 
 
 @pytest.mark.parametrize(
@@ -541,3 +547,7 @@ def test_caught_errors_with_what_was_in_use() -> None:
         ["3", "4.00 GiB", "[4294967296]", "bool", "aten.zeros", "train.py:5", "20.00 MiB"],
     ]
     assert [line.num_bytes for line in finding.evidence] == [2 * GIB, 4 * GIB]
+    assert "raises none of them" in finding.title
+    del b.trace.refused[1:]
+    finding = only(out_of_memory_caught.find(b.context(GIB)))
+    assert finding.title.startswith("1 out-of-memory error raised") and "raises none of it" in finding.title

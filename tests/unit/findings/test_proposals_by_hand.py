@@ -640,6 +640,7 @@ def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
     ("usable_mib", "ended", "rows"),
     [
         (None, False, 8),
+        (None, True, 8),
         (600, False, 8),
         (598, False, 4),
         (348, False, 2),
@@ -963,3 +964,98 @@ def test_a_chunk_has_a_copy_in_float32_and_one_in_the_precision_of_the_head(
     assert changed.change == ""
     for index in made:
         assert changed.trace.storages[index].num_bytes == b.trace.storages[index].num_bytes * share
+
+
+# -- what autocast and checkpointing leave ----------------------------------------------------------------------------
+
+
+HALF = ("convolution", "mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention")
+FLOAT32 = (
+    "native_layer_norm", "native_group_norm", "rms_norm", "linalg_vector_norm", "_softmax", "mse_loss",
+    "upsample_nearest2d", "exp", "log", "pow", "rsqrt", "sum", "prod", "cumsum",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [*HALF, *FLOAT32, "gelu", "expand"])
+def test_what_autocast_runs_in_half_precision_and_what_in_float32(op: str) -> None:
+    """What is neither has the data type of its input, a product that was halved."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("net")
+    product, index = b.new(64, 32), b.new(64, 32, op=f"aten.{op}")
+    halved = autocast._find_halved(b.trace)
+    assert halved == [product, *[index] * (op not in FLOAT32)]
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("net")
+    assert autocast._find_halved(b.trace) == [b.new(64, 32, op=f"aten.{op}")] * (op in HALF) or op in HALF
+
+
+@pytest.mark.parametrize(
+    ("change", "is_halved"),
+    [
+        ({}, True),
+        ({"dtype": "int64"}, False),
+        ({"device": "cpu"}, False),
+        ({"owner": (Role.BUFFER, "a")}, False),
+        ({"hidden": True}, False),
+        ({"module": NONE}, False),
+        ({"phase": PhaseKind.MODEL}, False),
+        ({"phase": PhaseKind.BACKWARD}, False),  # where a product follows from halved ones
+    ],
+)
+def test_products_in_the_forward_of_a_module_are_halved(change: dict[str, object], is_halved: bool) -> None:
+    settings = {"phase": PhaseKind.FORWARD} | change
+    b = TraceBuilder()
+    b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+    b.enter("net")
+    index = b.new(64, 32, **settings)  # type: ignore[arg-type]
+    assert autocast._find_halved(b.trace) == [index] * is_halved
+
+
+@pytest.mark.parametrize(
+    ("phase", "frees", "is_halved"),
+    [(PhaseKind.FORWARD, (), True), (PhaseKind.BACKWARD, (), True), (PhaseKind.FORWARD, (0,), False)],
+)
+def test_results_follow_from_halved_tensors_that_are_live(
+    phase: PhaseKind, frees: tuple[int, ...], is_halved: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("net")
+    product = b.new(64, 32)
+    b.phase(phase)
+    b.free(*frees)
+    index = b.new(32, 64, op="aten.mul")
+    assert autocast._find_halved(b.trace) == [product, *[index] * is_halved]
+
+
+def test_results_follow_from_halved_tensors_once_those_in_float32_are_freed() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("net")
+    full = [b.new(64, 32, op="aten._softmax") for _ in range(2)]
+    b.new(64, 32)
+    for number in range(3):
+        index = b.new(64, 32, op="aten.mul")
+        assert (index in autocast._find_halved(b.trace)) == (number == 2)
+        b.free(index, *full[number : number + 1])
+
+
+def test_weights_have_a_copy_in_half_precision_but_for_vectors_and_embeddings() -> None:
+    b = TraceBuilder()
+    for path, role in (("embed", ModuleRole.EMBEDDING), ("head", ModuleRole.HEAD)):
+        b.enter(path, role=role)
+        b.leave()
+    for name, shape in (("embed.weight", (8, 4)), ("head.weight", (8, 4)), ("head.bias", (8,))):
+        b.parameter(name, *shape)
+    b.phase(PhaseKind.FORWARD)
+    b.enter("net")
+    b.new(64, 32)
+    sizes = [storage.num_bytes for storage in only(autocast.propose(b.context())).trace.storages]
+    assert sizes == [128, 192, 32, 64 * 32 * 2]
+
+
+def test_what_has_a_role_or_is_hidden_is_not_computed_again() -> None:
+    b = layers(backward=True)
+    for index in (0, 1):
+        b.trace.storages[index] = b.trace.storages[index]._replace(hidden=True)
+    events = only(checkpointing.propose(b.context())).trace.events
+    assert events.count(Event(ALLOC, 0)) == events.count(Event(ALLOC, 1)) == 1
+    assert events.count(Event(ALLOC, 4)) == 2

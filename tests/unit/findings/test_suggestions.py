@@ -11,6 +11,8 @@ import pytest
 import memprof.findings.proposals
 from memprof.allocator import parse_config, replay_in_host_memory
 from memprof.findings import Context, Suggestion, rules, suggestions
+from memprof.findings.finding import RULES as RULES_OF_FINDINGS
+from memprof.findings.finding import SEARCH_RULES
 from memprof.findings.suggestions import (
     PROPOSAL_RULES,
     Proposal,
@@ -81,6 +83,48 @@ def test_checkpointing_that_is_on() -> None:
     assert asked(activation_checkpointing=True) == ("micro-batch",)
     assert asked(fixes=("activation-checkpointing",)) == ("micro-batch",)
     assert asked(fixes=("cpu-offload-weights",)) == ("micro-batch",)  # it runs layers again itself
+
+
+LOSS, SCORES, STEP = "logits-explosion", "attention-scores", "optimizer-step-temporaries"
+RULES = [  # the cheapest first
+    ("segments", "propose", "expandable-segments", ()),
+    ("attention", "propose", "sdpa-attention", (SCORES,)),
+    ("data_parallel", "propose", None, ()),
+    ("chunked_loss", "propose", "chunked-loss", (LOSS,)),
+    ("copies", "propose", None, ()),
+    ("optimizer", "propose_fused", "fused-optimizer", (STEP,)),
+    ("vmap", "propose", None, ()),
+    ("gradients", "propose", None, ()),
+    ("sparse", "propose", None, ()),
+    ("messages", "propose", None, ()),
+    ("sparse", "propose_rows", None, ()),
+    ("pairs", "propose", None, ()),
+    ("checkpointing", "propose", "activation-checkpointing", ()),
+    ("autocast", "propose", "amp-bfloat16", ()),
+    ("optimizer", "propose_8_bit", "8-bit-optimizer", ("float32-optimizer-state", STEP)),
+    ("optimizer", "propose_on_host", "cpu-offload-optimizer", ()),
+    ("host_memory", "propose", None, ()),
+    ("micro_batch", "propose", "micro-batch", (LOSS, SCORES)),
+    ("weights", "propose_bfloat16", "bfloat16", ()),
+    ("weights", "propose_lora", "lora", ()),
+    ("weights", "propose_on_host", "cpu-offload-weights", ()),
+]
+
+
+def test_rules_of_proposals_make_their_fix_for_their_findings() -> None:
+    rules.import_rules()
+    made = {
+        (rule.propose.__module__.rpartition(".")[2], rule.propose.__name__): (order, rule.fix, rule.findings)
+        for order, rule in PROPOSAL_RULES.items()
+    }
+    known = [made[module, name] for module, name, _, _ in RULES]
+    assert [(fix, findings) for _, fix, findings in known] == [(fix, findings) for _, _, fix, findings in RULES]
+    assert known == sorted(known)
+
+
+def test_mismatches_and_matrices_of_tokens_guide_a_search() -> None:
+    guiding = {RULES_OF_FINDINGS[order].__module__.rpartition(".")[2] for order in SEARCH_RULES}
+    assert {"device_mismatch", "weight_delta"} <= guiding
 
 
 # -- proposals, by hand ----------------------------------------------------------------------------------------------
