@@ -459,7 +459,9 @@ def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
 
 
 @pytest.mark.parametrize(("indices", "op", "is_told"), [
-    ((2, 5000), "aten.index", True),
+    *(((2, 5000), f"aten.{name}", True) for name in ("index", "index_select", "gather", "embedding")),
+    ((3, 5000), "aten.index", False),
+    ((2, 5000, 1), "aten.index", False),
     ((2, 5000), "aten.mul", False),  # not gathered
     ((5000, 2), "aten.index", False),
 ])  # fmt: skip
@@ -472,6 +474,16 @@ def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool)
     for one in found:
         assert "conv.py:3" in one.change
         assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]
+
+
+def test_messages_have_features_and_what_has_none_stays() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(2, 5000, dtype="int64", op="aten.randint")
+    made = [b.new(5000, 64, op="aten.index"), b.new(5000), b.new(64, 5000)]
+    found = only(messages.propose(b.context()))
+    assert [found.trace.storages[index].num_bytes for index in made] == [100_000, 20_000, 64 * 20_000]
+    b.new(5000 * 64 * 9)
+    assert not list(messages.propose(b.context()))
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -885,8 +897,7 @@ def test_temporaries_are_what_a_step_makes_for_itself() -> None:
         ({"line": None}, False),
         ({"hidden": True}, False),
         ({"in_module": True}, False),
-        ({"op": "aten.new_full"}, True),
-        ({"op": "aten.ones"}, True),
+        *(({"op": f"aten.{name}"}, True) for name in ("ones", "full", "new_zeros", "new_ones", "new_full")),
         ({"op": "aten.empty"}, False),
         ({"phase": PhaseKind.MODEL}, True),
         ({"phase": PhaseKind.INPUTS}, True),
@@ -986,7 +997,8 @@ def test_what_autocast_runs_in_half_precision_and_what_in_float32(op: str) -> No
     assert halved == [product, *[index] * (op not in FLOAT32)]
     b = TraceBuilder(PhaseKind.FORWARD)
     b.enter("net")
-    assert autocast._find_halved(b.trace) == [b.new(64, 32, op=f"aten.{op}")] * (op in HALF) or op in HALF
+    alone = b.new(64, 32, op=f"aten.{op}")
+    assert autocast._find_halved(b.trace) == [alone] * (op in HALF)
 
 
 @pytest.mark.parametrize(
@@ -1059,3 +1071,73 @@ def test_what_has_a_role_or_is_hidden_is_not_computed_again() -> None:
     events = only(checkpointing.propose(b.context())).trace.events
     assert events.count(Event(ALLOC, 0)) == events.count(Event(ALLOC, 1)) == 1
     assert events.count(Event(ALLOC, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"op": "aten.empty"}, False),
+        ({"shape": (512, 1024)}, False),
+        ({"phase": PhaseKind.BACKWARD}, False),
+    ],
+)
+def test_the_failed_copy_is_of_a_parameter_outside_of_passes(change: dict[str, object], is_told: bool) -> None:
+    settings: dict[str, object] = {"op": "aten.clone", "shape": (10240, 1024), "phase": PhaseKind.OTHER} | change
+    b = TraceBuilder()
+    b.parameter("weight", 10240, 1024)
+    b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+    other = b.alloc(18 * MIB, line="ema.py:1 other")
+    copy = b.new(*settings.pop("shape"), line="ema.py:7 save", **settings)  # type: ignore[misc, arg-type]
+    found = list(copies.propose(b.context(70 * MIB)))
+    assert bool(found) == is_told
+    for one in found:
+        assert [one.trace.storages[index].num_bytes // MIB for index in (other, copy)] == [18, 0]
+
+
+def test_what_is_gathered_comes_after_the_first_output_and_is_on_the_gpu() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("", "DataParallel")
+    b.new(8, 100, device="cuda:1")
+    outputs = (b.new(16, 100), b.new(), b.new(16, 4))
+    b.leave()
+    b.trace.gpus = {"cuda:0": True, "cuda:1": True}
+    b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=True, nodes=1, outputs=outputs))
+    other = b.new(16, 100, device="cuda:1")
+    largest = b.new(16, 200)
+    found = only(data_parallel.propose(b.context()))
+    sizes = [found.trace.storages[index].num_bytes for index in (*outputs, other, largest)]
+    assert sizes == [3200, 4, 128, 6400, 6400]
+
+
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_what_a_vmap_makes_ends_with_it(at: str) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(MIB)
+    saved = b.alloc(100 * MIB)
+    b.trace.vmaps.append(VmapCall(2, 9, 4, "vmap", 0) if at == "begin" else VmapCall(0, 2, 4, "vmap", 0))
+    b.trace.callers = [Caller(saved, 0, "torch.func.grad")]
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(MIB)
+    b.trace.last_uses = [NONE, len(b.trace.events), NONE]
+    b.alloc(200 * MIB)
+    assert bool(list(gradients.propose(b.context()))) == (at == "end")
+
+
+def test_the_largest_logits_say_how_large_a_chunk_is() -> None:
+    """512 MiB and 2 GiB: a chunk of 1 GiB in float32 is 2 fifths of both."""
+    b = TraceBuilder()
+    b.parameter("embed.weight", 65536, 512)
+    b.inputs(1, 8192)
+    small, large = b.new(2048, 65536), b.new(8192, 65536)
+    b.phase(PhaseKind.BACKWARD)
+    found = only(chunked_loss.propose(b.context()))
+    assert found.change == ""  # no loss was seen, that could be the program's own
+    assert [found.trace.storages[index].num_bytes for index in (small, large)] == [GIB // 5, 4 * GIB // 5]
+
+
+def test_without_a_vocabulary_there_is_no_loss_in_chunks() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(MIB)
+    b.phase(PhaseKind.BACKWARD)
+    assert not list(chunked_loss.propose(b.context()))
