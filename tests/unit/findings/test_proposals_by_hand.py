@@ -394,6 +394,7 @@ def vmapped(*, ended: bool) -> Context:
     b.trace.ended_out_of_memory = not ended
     b.trace.sources.append("train.py:7 main")
     b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 100, "vmap", len(b.trace.sources) - 1))
+    b.empty_cache()
     return b.context(900 * MIB if ended else 1050 * MIB)
 
 
@@ -405,6 +406,7 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     assert proposal.change == f"chunk_size={rows}, for 100 rows, of torch.func.vmap at train.py:7"
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
+    assert [event.kind for event in proposal.trace.events if event.ref == 3] == [ALLOC, FREE]
 
 
 def test_what_the_called_function_has_made_is_no_input_of_the_call() -> None:
@@ -444,10 +446,34 @@ def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
     assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("indices", "phase", "is_told"),
+    [
+        ((2, 5000), PhaseKind.BACKWARD, True),
+        ((2, 5000), PhaseKind.FORWARD, False),
+        ((3, 5000), PhaseKind.BACKWARD, False),
+        ((2, 5000, 1), PhaseKind.BACKWARD, False),
+    ],
+)
+def test_the_indices_of_a_sparse_matrix_are_two_rows(indices: tuple[int, ...], phase: PhaseKind, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(2, 60, dtype="int64", op="aten.randint")
+    b.new(*indices, dtype="int64", op="aten.randint")
+    b.new(4096, 16, op="aten._sparse_addmm")
+    b.phase(phase)
+    b.new(4096, 4096)
+    found = list(sparse.propose(b.context()))
+    sizes = [one.trace.storages[3].num_bytes for one in found]
+    assert sizes == ([] if phase is PhaseKind.FORWARD else [4 * (5000 if is_told else 60)])
+
+
 @pytest.mark.parametrize("op", ["aten.sparse_sampled_addmm", "aten.mul"])
 def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(4096, 16, op="aten.randn")
+    b.new(8, 4096, op="aten.randn")
+    b.new(4096, 64, 64, op="aten.randn")
+    b.new(4096, 32, dtype="bfloat16", op="aten.randn")
     b.new(5000, op=op, line="score.py:3 score")
     b.phase(PhaseKind.BACKWARD)
     made = [b.alloc(num_bytes, op="aten.sparse_mask", hidden=True) for num_bytes in (4096 * 4096, 8 * 4096 * 4096)]
@@ -747,15 +773,19 @@ def test_chunks_are_as_many_rows_as_take_a_gibibyte_and_all_that_is_computed_of_
     """2.5 GiB: three chunks of 20,480 rows; what was there before, or has fewer numbers, stays."""
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(20480, 4096, op="aten.randn")
-    before = b.new(20480, 8, op="aten.randn")
-    b.new(20480, 32768, op="aten.sub")
-    b.new(20480, 32768, op="aten.exp")
+    b.new(20480, 8, op="aten.randn")
+    b.new(20480, 16384, op="aten.exp", line="loss.py:1 other")
+    alike = b.new(20480, 20000, op="aten.exp", line="loss.py:3 loss")
+    b.free(alike)
+    first = b.new(20480, 32768, op="aten.sub", line="loss.py:3 loss")
+    made = [b.new(20480, 32768, op="aten.exp"), b.new(2, 20480, 16000)]
     b.new(8, 20480, op="aten.sum")
+    b.new(2, 2, 20480, 8192)
     b.new(20480, 32768, op="aten.mul", owner=(Role.INPUT, ""))
     found = pairs.find_chunks(b.context())
-    assert found is not None and (found.first, found.rows) == (2, 6827)
-    assert sorted(found.sizes) == [2, 3] and before not in found.sizes
-    assert found.sizes[2] == 20480 * 32768 * 4 * 6827 // 20480
+    assert found is not None and (found.first, found.rows) == (first, 6827)
+    assert sorted(found.sizes) == [alike, first, *made]
+    assert found.sizes[first] == 20480 * 32768 * 4 * 6827 // 20480
 
 
 @pytest.mark.parametrize(
@@ -782,6 +812,7 @@ def test_distances_have_an_operator(op: str, shape: tuple[int, ...], has_cdist: 
         ((256, 100), PhaseKind.FORWARD, None, False),  # of the weight
         ((64, 64), PhaseKind.FORWARD, None, None),  # of all samples with each other
         ((100, 100), PhaseKind.FORWARD, None, False),  # a width of the model
+        ((130, 130, 64), PhaseKind.FORWARD, None, False),
     ],
 )
 def test_what_has_a_row_for_each_sample(
