@@ -149,12 +149,6 @@ def test_what_every_third_step_leaves_is_counted_by_the_step() -> None:
 # -- function by function --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("elements", "num_bytes"), [(MILLION // 16, 64 << 10), (MILLION // 16 - 128, None)])
-def test_growth_is_at_least_64_kib_a_step(elements: int, num_bytes: int | None) -> None:
-    growth = predict_growth(stopped(kept(4, elements=elements)).context(40 * MIB))
-    assert (None if growth is None else growth.bytes_per_step) == num_bytes
-
-
 def test_without_a_gpu_or_in_memprofs_own_loop_nothing_is_predicted() -> None:
     assert predict_growth(stopped(kept(4)).context()) is None
     b = stopped(kept(4))
