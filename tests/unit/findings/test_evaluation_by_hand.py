@@ -209,6 +209,10 @@ def test_graphs_that_no_backward_reaches() -> None:
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 20 * MIB)
     assert all_figures(finding) == [["3", "eval.py:5", "20.00 MiB", "100%"], ["7"], ["eval.py:5"]]
     assert finding.edit == Edit(EditKind.NO_GRADIENTS, CALL)
+    b = with_graphs()
+    b.trace.forwards[1] = b.trace.forwards[1]._replace(source=len(b.trace.sources))
+    b.trace.sources.append("eval.py:6 main")
+    assert "at eval.py:5, which" in only(evaluation_with_gradients.find(b.context())).title
     assert finding.evidence[0].source == finding.evidence[1].source == CALL
 
 

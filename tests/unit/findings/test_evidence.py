@@ -318,6 +318,7 @@ def test_tables_of_words_by_name_or_module(name: str, shape: tuple[int, ...], is
     [
         ("aten.embedding", "float32", (8,), True),
         ("aten.randint", "int64", (2, 8), True),
+        ("aten.randint", "int32", (2, 8), True),
         ("aten.randint", "int64", (8,), False),
         ("aten.randn", "float32", (2, 8), False),
     ],
@@ -344,6 +345,7 @@ def test_the_size_of_the_vocabulary() -> None:
     ("shape", "dtype", "inputs"),
     [
         ((2, 8), "int64", {(2, 8)}),
+        ((2, 8), "int32", {(2, 8)}),
         ((2, 8, 64), "float32", {(2, 8)}),
         ((2, 64), "float32", {(2,)}),
         ((2, 3, 8, 8), "float32", set()),  # images

@@ -181,6 +181,7 @@ def test_the_verdict_has_its_stage_and_the_share_that_is_free() -> None:
     assert (finding.severity, finding.num_bytes, finding.is_decisive) == (Severity.WARNING, 480 * MIB, True)
     title, held, after, pinning = all_figures(finding)
     assert title == ["480.00 MiB", "512.00 MiB", "1", "94%", "512.00 MiB"]
+    assert finding.evidence[2].text.endswith("at model.py:2")
     assert held == ["480.00 MiB", "4"] and after[-2:] == ["520.00 MiB", "640.00 MiB"]  # 26 pages of 20 MiB
     assert pinning == [
         "4", "128.00 MiB", "120.00 MiB", "[2097152]", "float32", "aten.clone", "model.py:2",

@@ -490,6 +490,12 @@ def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:
     assert found(b)[0].edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
 
 
+def test_a_graph_that_steps_keep_until_the_peak_is_not_for_the_next_pass() -> None:
+    (finding,) = found(cleared(6, then=2, holder=LOSSES._replace(nodes=20)))
+    assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+    assert "of each step in host memory" in finding.evidence[-1].text
+
+
 def test_covered_storages_are_those_of_the_findings() -> None:
     b = kept(4)
     kept_ones = {index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT}

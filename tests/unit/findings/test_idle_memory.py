@@ -999,3 +999,20 @@ def test_what_is_used_as_a_call_begins_was_used_before_it() -> None:
     b.use()
     b.trace.ended_out_of_memory = True
     assert awaits_backward(b.context(), weight)  # the call itself has no graph
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_last_use_is_that_of_the_tensor_that_was_used_last(order: tuple[int, int]) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    made = [b.alloc(50 * MIB, op=f"aten.op{number}") for number in range(2)]
+    for step, number in enumerate(order, 1):
+        b.phase(PhaseKind.EVALUATION, step)
+        b.alloc(MIB)
+        b.use(made[number])
+    b.phase(PhaseKind.FORWARD, 3)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 3)
+    exits(b)
+    b.trace.idle_holders.append(OUT._replace(storages=tuple(made)))
+    (finding,) = b.find()
+    assert finding.title.endswith("of step 2")

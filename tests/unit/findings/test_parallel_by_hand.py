@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def only(findings: list[Finding]) -> Finding:
 # -- DistributedDataParallel -----------------------------------------------------------------------------------------
 
 
-def with_buckets(*, views: bool = False, ranks: int = 2, buckets: bool = True) -> Context:
+def with_buckets(*, views: bool = False, ranks: int = 2, buckets: bool = True, api: str = DDP) -> Context:
     """Gradients of 100 and 60 MiB beside a bucket of 160, and one of 8 MiB of a parameter that DDP does not have."""
     b = TraceBuilder()
     parameter(b, "module.a", 100)
@@ -62,7 +63,7 @@ def with_buckets(*, views: bool = False, ranks: int = 2, buckets: bool = True) -
     b.phase(PhaseKind.BACKWARD)
     for name, mib in (("module.a", 100), ("module.b", 60), ("other", 8)):
         b.new(mib * MILLION, line="train.py:9 main", owner=(Role.GRADIENT, name))
-    return wrapped(b, ShardedGroup(DDP, "", ranks, ("a", "b"), ((100 * MILLION,), (60 * MILLION,)), "float32", views))
+    return wrapped(b, ShardedGroup(api, "", ranks, ("a", "b"), ((100 * MILLION,), (60 * MILLION,)), "float32", views))
 
 
 def test_gradients_beside_their_bucket() -> None:
@@ -78,8 +79,8 @@ def test_gradients_beside_their_bucket() -> None:
     assert finding.evidence[0].source == "train.py:5 wrap"
 
 
-@pytest.mark.parametrize("other", [{"views": True}, {"ranks": 1}, {"buckets": False}])
-def test_gradients_are_there_once(other: dict[str, bool]) -> None:
+@pytest.mark.parametrize("other", [{"views": True}, {"ranks": 1}, {"buckets": False}, {"api": FSDP1}])
+def test_gradients_are_there_once(other: dict[str, Any]) -> None:
     assert not duplicate_gradients.find(with_buckets(**other))
 
 
@@ -267,6 +268,7 @@ def test_what_a_program_gathers_by_hand() -> None:
         ["[26214400]", "float32", "100.00 MiB", "aten.mm", "train.py:8", "4"],
         ["[524288]", "float32", "2.00 MiB", "aten.mm", "train.py:7", "4"],
     ]
+    assert finding.evidence[0].source == "train.py:8 main"
     assert not prefetch.find(gathered())  # by FSDP, which says how far it goes ahead
 
 

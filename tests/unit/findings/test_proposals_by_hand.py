@@ -476,6 +476,7 @@ def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
     b.new(4096, 32, dtype="bfloat16", op="aten.randn")
     b.new(5000, op=op, line="score.py:3 score")
     b.phase(PhaseKind.BACKWARD)
+    b.alloc(MIB, hidden=True)
     made = [b.alloc(num_bytes, op="aten.sparse_mask", hidden=True) for num_bytes in (4096 * 4096, 8 * 4096 * 4096)]
     found = list(sparse.propose_rows(b.context()))
     assert len(found) == (op == "aten.sparse_sampled_addmm")
@@ -933,6 +934,8 @@ def test_temporaries_are_what_a_step_makes_for_itself() -> None:
         ({"phase": PhaseKind.MODEL}, True),
         ({"phase": PhaseKind.INPUTS}, True),
         ({"phase": PhaseKind.BACKWARD}, False),
+        ({"phase": PhaseKind.FORWARD}, False),
+        ({"phase": PhaseKind.FORWARD, "infers": True}, True),
         ({"mib": 20}, True),
         ({"mib": 18}, False),
     ],
@@ -943,13 +946,13 @@ def test_a_buffer_is_created_by_a_line_of_the_program_outside_of_modules(
     """20 MiB are a quarter of 80, and 18 are less of 78."""
     settings: dict[str, object] = {"op": "aten.zeros", "line": "slide.py:7 run"} | change
     b = TraceBuilder()
-    b.trace.trains = True
+    infers = settings.pop("infers", False)
     b.alloc(60 * MIB)
     b.phase(settings.pop("phase", PhaseKind.OTHER))  # type: ignore[arg-type]
     if settings.pop("in_module", False):
         b.enter("net")
     b.alloc(settings.pop("mib", 20) * MIB, **settings)  # type: ignore[operator, arg-type]
-    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.OTHER if infers else PhaseKind.BACKWARD)
     assert bool(list(host_memory.propose(b.context()))) == is_told
 
 
@@ -1172,3 +1175,62 @@ def test_without_a_vocabulary_there_is_no_loss_in_chunks() -> None:
     b.alloc(MIB)
     b.phase(PhaseKind.BACKWARD)
     assert not list(chunked_loss.propose(b.context()))
+
+
+def test_all_that_a_layer_has_saved_is_freed_but_for_its_result() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("layers.0", "Layer", ModuleRole.LAYER)
+    saved = [b.alloc(MIB) for _ in range(3)]
+    b.alloc(MIB)
+    b.leave()
+    b.phase(PhaseKind.OTHER)
+    events = only(checkpointing.propose(b.context())).trace.events
+    assert [event.ref for event in events if event.kind is FREE] == saved
+
+
+def test_logits_that_are_no_chunk_stay_as_they_are() -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 65536, 512)
+    b.inputs(1, 1024)
+    b.new(1024, 65536)
+    b.phase(PhaseKind.BACKWARD)
+    assert only(chunked_loss.propose(b.context())).trace.storages[2].num_bytes == 1024 * 65536 * 4
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+def test_a_loss_is_the_programs_own_if_no_module_computes_any(in_module: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 65536, 512)
+    b.inputs(1, 1024)
+    b.new(1024, 65536, op="aten._log_softmax")
+    if in_module:
+        b.enter("loss")
+    b.new(1024, 65536, op="aten._log_softmax")
+    b.phase(PhaseKind.BACKWARD)
+    assert ("in the program's own code" in only(chunked_loss.propose(b.context())).change) is not in_module
+
+
+def test_each_line_that_calls_torch_func_grad_has_its_tensors() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    made = [b.alloc(50 * MIB) for _ in range(4)]
+    functions = ("torch.func.vmap", "torch.func.grad", "torch.func.grad_and_value", "torch.func.grad")
+    b.trace.callers = [Caller(index, 0, by) for index, by in zip(made, functions, strict=True)]
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(MIB)
+    used = len(b.trace.events)
+    b.alloc(200 * MIB)
+    b.trace.last_uses = [used] * 4 + [NONE] * 2
+    found = list(gradients.propose(b.context()))
+    assert ["grad_and_value" in one.change for one in found] == [False, True]
+    freed = [[event.ref for event in one.trace.events if event.kind is FREE] for one in found]
+    assert freed == [[1, 3], [2]]
+
+
+def test_pairs_of_a_program_that_trains_are_checkpointed() -> None:
+    """What has a backward trains, though its calls are not known."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 8, op="aten.randn")
+    b.new(4096, 4096, 8, op="aten.sub")
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(MIB)
+    assert "checkpoint" in only(pairs.propose(b.context())).change
