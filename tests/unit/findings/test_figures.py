@@ -487,7 +487,7 @@ def compiled(gelu_mib: int = 40, more_mib: int = 60, other_mib: int = 10) -> Tra
 
 def test_what_compiled_code_keeps_of_the_calls_that_are_live_at_the_peak() -> None:
     finding = only(compiled_saved_tensors.find(compiled().context()))
-    assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 120 * MIB)
+    assert (finding.id, finding.severity, finding.num_bytes) == ("compiled-keeps", Severity.WARNING, 120 * MIB)
     assert all_figures(finding)[:3] == [
         ["120.00 MiB", "80%"],
         ["20", "10.00 MiB", "aten.mul", "model.py:2"],
@@ -520,7 +520,7 @@ def test_graph_breaks_the_largest_first() -> None:
     b.alloc(1000 * MIB)
     b.trace.graph_ends += [GraphBreak(f"train.py:{n} main", "a print", n * 20 * MIB) for n in range(6)]
     finding = only(graph_breaks.find(b.context()))
-    assert (finding.severity, finding.num_bytes) == (Severity.NOTE, None)
+    assert (finding.id, finding.severity, finding.num_bytes) == ("graph-breaks", Severity.NOTE, None)
     assert all_figures(finding) == [
         ["5", "100.00 MiB", "10%"],
         *([f"{n * 20}.00 MiB", f"train.py:{n}"] for n in (5, 4, 3, 2)),

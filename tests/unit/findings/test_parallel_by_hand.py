@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,8 +44,9 @@ def parameter(b: TraceBuilder, name: str, mib: int) -> None:
     b.new(mib * MILLION, op="aten.empty", line=BUILD, owner=(Role.PARAMETER, name))
 
 
-def only(findings: list[Finding]) -> Finding:
+def only(findings: list[Finding], name: str) -> Finding:
     (finding,) = findings
+    assert finding.id == name
     return finding
 
 
@@ -67,7 +67,7 @@ def with_buckets(*, views: bool = False, ranks: int = 2, buckets: bool = True, a
 
 
 def test_gradients_beside_their_bucket() -> None:
-    finding = only(duplicate_gradients.find(with_buckets()))
+    finding = only(duplicate_gradients.find(with_buckets()), "gradients-twice")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 160 * MIB)  # of 488 MiB
     assert all_figures(finding) == [
         ["160.00 MiB", "160.00 MiB", "160.00 MiB", "33%"],
@@ -95,7 +95,10 @@ def test_the_largest_shard_of_optimizer_state_is_of_the_largest_parameters_first
         b.new(mib * MILLION, op="aten.zeros_like", line=f"train.py:{mib} main", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
     b.new(60 * MILLION, device="cpu", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
     shapes = tuple((mib * MILLION,) for mib in sizes.values())
-    finding = only(state_not_sharded.find(wrapped(b, ShardedGroup(DDP, "", 2, tuple(sizes), shapes, "float32"))))
+    finding = only(
+        state_not_sharded.find(wrapped(b, ShardedGroup(DDP, "", 2, tuple(sizes), shapes, "float32"))),
+        "optimizer-state-not-sharded",
+    )
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 100 * MIB)
     assert all_figures(finding) == [
         ["2", "200.00 MiB", "1", "100.00 MiB", "100.00 MiB", "25%"],
@@ -146,7 +149,7 @@ def one_group(api: str = FSDP2, layer_mib: int = 50, *, layers: int = 4, flat: b
 @pytest.mark.parametrize("flat", [False, True])
 def test_layers_in_one_group(api: str, fix: str, flat: bool) -> None:
     """Two layers of four would be whole at once: 100 of 220 MiB less in the buffer, and as much beside it."""
-    finding = only(unsharded_group.find(one_group(api, flat=flat)))
+    finding = only(unsharded_group.find(one_group(api, flat=flat)), "unsharded-group")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 200 * MIB)  # of 564: 25 MiB of a shard take 26
     assert all_figures(finding) == [
         ["220.00 MiB", "4", "200.00 MiB", "35%"],
@@ -189,7 +192,7 @@ def gathered(
 )
 def test_what_is_kept_unsharded(api: str, setting: str, fix: str) -> None:
     """The newest two of 100, 102, 104 and 106 MiB may stay."""
-    finding = only(kept_unsharded.find(gathered(api=api, kept=True)))
+    finding = only(kept_unsharded.find(gathered(api=api, kept=True)), "kept-unsharded")
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 202 * MIB)  # of 612
     assert all_figures(finding) == [["4", "202.00 MiB", "33%"], ["train.py:3"], ["400.00 MiB"]]
     assert setting in finding.title and finding.evidence[0].text.endswith(fix)
@@ -212,7 +215,7 @@ def test_two_groups_may_be_kept_unsharded(other: dict[str, int], is_told: bool) 
 
 def test_what_is_gathered_further_ahead_than_one_group() -> None:
     """All but the oldest two of 100, 102, 104 and 106 MiB."""
-    finding = only(prefetch.find(gathered(ahead=3)))
+    finding = only(prefetch.find(gathered(ahead=3)), "prefetch-too-deep")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 210 * MIB)  # of 612
     assert all_figures(finding) == [
         ["3", "210.00 MiB", "34%"],
@@ -243,7 +246,7 @@ def gathered_on_a_stream(api: str = FSDP1, mib: int = 100, **settings: bool) -> 
 
 def test_nothing_limits_how_much_is_gathered_ahead() -> None:
     """If what was gathered were free at once, each buffer would take its block: 300 MiB, and 10."""
-    finding = only(prefetch.find(gathered_on_a_stream(unlimited=True)))
+    finding = only(prefetch.find(gathered_on_a_stream(unlimited=True)), "prefetch-too-deep")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 300 * MIB)
     assert all_figures(finding) == [["300.00 MiB", "97%"], ["train.py:3"], ["310.00 MiB", "610.00 MiB"]]
     assert finding.evidence[1].num_bytes == 610 * MIB
@@ -260,7 +263,7 @@ def test_what_a_program_gathers_by_hand() -> None:
         b.new(100 * MILLION, line="train.py:8 main", owner=(Role.UNSHARDED, f"module.layers.{number}.weight"))
         b.new(2 * MILLION, line="train.py:7 main", owner=(Role.UNSHARDED, f"layers.{number}.bias"))
     b.new(500 * MILLION, device="cpu", owner=(Role.UNSHARDED, "layers.4.weight"))
-    finding = only(prefetch.find(b.context()))
+    finding = only(prefetch.find(b.context()), "prefetch-too-deep")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 204 * MIB)
     assert all_figures(finding) == [
         ["4", "408.00 MiB", "204.00 MiB", "49%"],
@@ -309,7 +312,7 @@ def reduced(api: str | None, dtype: str = "bfloat16") -> Context:
 )
 def test_copies_for_a_reduction(api: str | None, dtype: str, saved_mib: int, share: str, fix: str) -> None:
     """FSDP takes a buffer in half precision instead; of 282 MiB."""
-    finding = only(float32_reduction.find(reduced(api, dtype)))
+    finding = only(float32_reduction.find(reduced(api, dtype)), "float32-reduction")
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, saved_mib * MIB)
     of = dtype or "bfloat16"
     assert figures(finding.title) == [of, "float32", "200.00 MiB", of, f"{saved_mib}.00 MiB", share]
@@ -334,13 +337,24 @@ def test_gradients_that_wait_for_the_last_micro_batch(api: str, fix: str, ranks:
     b.free(last)
     b.phase(PhaseKind.OPTIMIZER_STEP)
     group = ShardedGroup(api, "", ranks, ("a", "b"), ((100 * MILLION,), (60 * MILLION,)), "float32")
-    finding = only(unreduced_gradients.find(wrapped(b, group)))
+    finding = only(unreduced_gradients.find(wrapped(b, group)), "unreduced-gradients")
     saved_mib = 160 * (ranks - 1) // ranks
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, saved_mib * MIB)  # of 308
     share = {2: "26%", 4: "39%"}[ranks]
     assert all_figures(finding)[:2] == [["160.00 MiB", f"{saved_mib}.00 MiB", share], ["train.py:3"]]
     assert finding.evidence[0].text.endswith(f"accumulate without {fix}")
     assert [line.num_bytes for line in finding.evidence[2:]] == [100 * MIB, 60 * MIB]
+
+
+def test_a_flat_gradient_of_a_group_waits_as_well() -> None:
+    b = TraceBuilder()
+    parameter(b, "a", 26)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(160 * MILLION, owner=(Role.GRADIENT, "_flat_param"))
+    b.phase(PhaseKind.FORWARD, 1, 2)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    group = ShardedGroup(FSDP1, "", 2, ("a", "b"), ((100 * MILLION,), (60 * MILLION,)), "float32")
+    assert only(unreduced_gradients.find(wrapped(b, group)), "unreduced-gradients").num_bytes == 80 * MIB
 
 
 # -- groups ----------------------------------------------------------------------------------------------------------
@@ -432,7 +446,7 @@ def test_what_the_highest_rank_has_more_than_the_lowest() -> None:
         ),
         2: ranks_differ.RankPeak(1100 * MIB, {}, ()),
     }
-    finding = only(ranks_differ.find_differing_ranks(peaks))
+    finding = only(ranks_differ.find_differing_ranks(peaks), "ranks-differ")
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 700 * MIB)
     assert all_figures(finding) == [
         ["1", "1.95 GiB", "3", "800.00 MiB", "1.27 GiB", "35%"],
@@ -456,7 +470,9 @@ def test_tensors_of_two_ranks_are_the_same_if_all_that_is_known_of_them_is(chang
     """The second rank has nothing like them in one case, and as many in the other."""
     own = tensor(1000, 1, ACTIVATIONS, "a.py:1 f")
     top = ranks_differ.RankPeak(1000 * MIB, {}, [own])
-    num_shown: Callable[[LiveTensor], int] = lambda other: len(  # noqa: E731
-        only(ranks_differ.find_differing_ranks({0: top, 1: ranks_differ.RankPeak(0, {}, [other])})).evidence
-    )
+
+    def num_shown(other: LiveTensor) -> int:
+        peaks = {0: top, 1: ranks_differ.RankPeak(0, {}, [other])}
+        return len(only(ranks_differ.find_differing_ranks(peaks), "ranks-differ").evidence)
+
     assert (num_shown(own), num_shown(dataclasses.replace(own, **change))) == (1, 2)

@@ -235,9 +235,10 @@ class TestWeightDelta:
     def test_silent_on_maps_of_images(self) -> None:
         b = TraceBuilder()
         b.parameter("attention.weight", 256, 256)
-        b.inputs(2, 128)
-        b.new(4, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
-        b.new(4, 64, 256, 256, op="aten.silu", dtype="bfloat16")
+        b.inputs(2, 64)
+        b.new(2, 64, 256, 256, op="aten.silu", dtype="bfloat16")
+        assert of(b.context(), "weight-delta-per-token")
+        b.new(2, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
         assert not of(b.context(), "weight-delta-per-token")
 
     @pytest.mark.parametrize("module", ["block.up", "time"])
@@ -821,7 +822,9 @@ def test_what_is_free_in_pieces_follows_what_is_kept(is_cause: bool, monkeypatch
     monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [pieces], 2: lambda _: [kept]})
     b = TraceBuilder()
     b.new(1)
-    assert find_all(b.context())[0].id == ("idle-memory" if is_cause else "fragmentation")
+    first, second = find_all(b.context())
+    assert first.id == ("idle-memory" if is_cause else "fragmentation")
+    assert first.is_decisive and not second.is_decisive
 
 
 def test_a_search_asks_only_the_rules_that_guide_it(monkeypatch: pytest.MonkeyPatch) -> None:
