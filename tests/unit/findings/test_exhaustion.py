@@ -253,3 +253,17 @@ def test_a_later_step_has_what_the_steps_before_it_add(usable_mib: int, fits: bo
     leaks = exhaustion._forecast_leaks(context, recorded)
     continuation = exhaustion._Continuation(context, recorded[-1], leaks, recorded[-1])
     assert continuation.fits_until(9) == fits
+
+
+@pytest.mark.parametrize(("usable_mib", "fits"), [(320, True), (318, False)])
+def test_steps_between_add_what_is_their_turn(usable_mib: int, fits: bool) -> None:
+    """Steps 1 to 4 have kept 20, 40, 60 and 80 MiB; step 5 adds 40 as the second, and 6 is the fourth again."""
+    b = TraceBuilder()
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(step * 20 * MILLION, line=KEPT)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    context = b.context(usable_mib * MIB)
+    recorded = list_training_steps(b.trace, context.ledger.allocated)
+    leaks = exhaustion._forecast_leaks(context, recorded)
+    assert exhaustion._Continuation(context, recorded[-1], leaks, recorded[-1]).fits_until(6) == fits

@@ -473,8 +473,8 @@ def compiled(gelu_mib: int = 40, more_mib: int = 60, other_mib: int = 10) -> Tra
     b.alloc(other_mib * MIB)
     saved = CompiledSavedTensors
     b.trace.compiled_keeps += [
-        saved(0, more_mib * MIB, "aten.mul", "model.py:2 forward", 10 * MIB, 10, True),
         saved(0, more_mib * MIB, "aten.gelu", "model.py:1 forward", gelu_mib * MIB, 1, False),
+        saved(0, more_mib * MIB, "aten.mul", "model.py:2 forward", 10 * MIB, 10, True),
         saved(1, 999 * MIB, "aten.sin", "model.py:3 forward", 10 * MIB, 1, False),
     ]
     for op, mib, line in (("gelu", gelu_mib, 1), ("gelu", gelu_mib, 1), ("mul", 10, 2), ("mul", 10, 2), ("mul", 10, 2)):
