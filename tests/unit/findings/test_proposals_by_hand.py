@@ -748,6 +748,7 @@ def test_pairs_by_their_shape(change: dict[str, object], is_told: bool) -> None:
         ("aten.zeros", "float32", (640, 8, 100), False),
         ("aten.ones", "int64", (640, 8, 100), False),
         ("aten.zeros", "int64", (640, 9, 100), False),
+        ("aten.zeros", "int64", (640, 8), False),
     ],
 )
 def test_a_one_hot_has_a_number_for_each_class_of_each_index(
@@ -805,6 +806,7 @@ def test_distances_have_an_operator(op: str, shape: tuple[int, ...], has_cdist: 
     [
         ((64, 5), PhaseKind.FORWARD, None, True),
         ((128, 5), PhaseKind.DECODE, None, True),
+        ((64, 5), PhaseKind.BACKWARD, None, True),
         ((5, 64), PhaseKind.EVALUATION, None, True),
         ((65, 5), PhaseKind.FORWARD, None, False),
         ((64, 5), PhaseKind.INPUTS, None, False),
