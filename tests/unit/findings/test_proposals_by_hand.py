@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import parse_config, parse_release, replay_on_gpu
+from memprof.allocator import parse_config, parse_release, replay_in_host_memory, replay_on_gpu
 from memprof.findings import Context
 from memprof.findings.proposals import (
     attention,
@@ -561,6 +561,12 @@ def test_segments_may_be_expandable(config: str, release: str, is_told: bool) ->
     run = replay_on_gpu(b.trace, None, parse_config(config), parse_release(release))
     found = list(segments.propose(Context(build_ledger(b.trace, run), None)))
     assert [one.config is not None and one.config.expandable_segments for one in found] == [True] * is_told
+
+
+def test_a_run_on_the_cpu_has_no_segments() -> None:
+    b = TraceBuilder()
+    b.alloc(MIB)
+    assert not list(segments.propose(Context(build_ledger(b.trace, replay_in_host_memory(b.trace)), None)))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
