@@ -162,6 +162,7 @@ def test_logits_that_are_at_the_peak_or_gone(is_at_peak: bool, text: str) -> Non
         b.free(made)
         b.alloc(3 * GIB)
     finding = only(logits.find(b.context()))
+    assert all_figures(finding)[0][:4] == ["1", "[8192 x 65536]", "2.00 GiB", "94%" if is_at_peak else "64%"]
     assert "1 copy of [8192 x 65536]" in finding.title and finding.title.endswith(text)
 
 
@@ -388,6 +389,7 @@ def test_words_that_nobody_asked_for_in_everything_that_has_them() -> None:
         ["250.00 KiB"],
     ]
     assert [line.num_bytes for line in finding.evidence] == [sizes[0], *sizes]
+    assert finding.evidence[0].text.startswith("embed.weight is")
     kinds = [line.text.partition(" of the")[0] for line in finding.evidence[1:]]
     assert kinds == ["parameters", "gradients", "optimizer state", "logits and loss"]
     assert len(only(vocabulary.find(training(64, 2000).context(asked_vocab_size=1000))).evidence) == 2

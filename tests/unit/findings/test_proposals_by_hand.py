@@ -30,6 +30,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
+from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
 
 ALLOC, FREE = EventKind.ALLOC, EventKind.FREE
@@ -376,6 +377,7 @@ def test_chunks_of_pairs_have_a_gibibyte() -> None:
     b.new(32768, op="aten.sum")
     sizes = [storage.num_bytes for storage in only(pairs.propose(b.context())).trace.storages]
     assert sizes == [MIB, GIB, GIB, 4 * 32768]
+    assert figures(only(pairs.propose(b.context())).change) == ["8192", "32768", "[32768 x 32768]", "model.py:1"]
 
 
 # -- torch.func -------------------------------------------------------------------------------------------------------
@@ -481,7 +483,7 @@ def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
     found = list(sparse.propose_rows(b.context()))
     assert len(found) == (op == "aten.sparse_sampled_addmm")
     for one in found:
-        assert "score.py:3" in one.change
+        assert "of the 5000 nonzero elements" in one.change and "score.py:3" in one.change
         assert [one.trace.storages[index].num_bytes for index in made] == [3 * 5000 * 16 * 4, 0]
 
 
@@ -499,7 +501,7 @@ def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool)
     found = list(messages.propose(b.context()))
     assert bool(found) == is_told
     for one in found:
-        assert "conv.py:3" in one.change
+        assert figures(one.change) == ["[5000 x 64]", "conv.py:3"]
         assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]
 
 
