@@ -117,7 +117,15 @@ def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool)
 
 
 @pytest.mark.parametrize(
-    ("rows", "requested", "is_told"), [(1024, 1000, False), (1025, 1000, True), (1024, 1024, False), (1025, 1024, True)]
+    ("rows", "requested", "is_told"),
+    [
+        (1024, 1000, False),
+        (1025, 1000, True),
+        (1024, 1024, False),
+        (1025, 1024, True),
+        (1152, 1025, False),
+        (1153, 1025, True),
+    ],
 )
 def test_a_vocabulary_may_be_padded_to_a_multiple_of_128(rows: int, requested: int, is_told: bool) -> None:
     b = TraceBuilder()
