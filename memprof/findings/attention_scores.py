@@ -73,10 +73,8 @@ def find_score_storages(context: Context) -> dict[int, str]:
     """
     trace = context.ledger.trace
     input_shapes = evidence.find_input_shapes(context)
-    lengths = {shape[-1] for shape in input_shapes if shape[-1] >= MIN_LENGTH}
+    lengths = {context.context_length, *(shape[-1] for shape in input_shapes)}
     batches = {shape[0] for shape in input_shapes if len(shape) > 1}
-    if context.context_length is not None and context.context_length >= MIN_LENGTH:
-        lengths.add(context.context_length)
     vocabulary_size = evidence.vocab_size_of(context)
     is_compute_phase = evidence.mask_compute_phases(trace)
     is_softmax = [

@@ -38,7 +38,7 @@ def find(context: Context) -> list[Finding]:
     candidates = [index for index, key in keys.items() if key in result_keys]
     live = Counter(keys[index] for index in context.lifetimes.find_live(ledger.peak_event, candidates).storages)
     calls = {
-        graph: max((live[one.op, one.source, one.num_bytes] // one.times for one in tensors), default=0)
+        graph: max(live[one.op, one.source, one.num_bytes] // one.times for one in tensors)
         for graph, tensors in saved.items()
     }
     excess = sum(tensors[0].more_bytes * calls[graph] for graph, tensors in saved.items())

@@ -53,7 +53,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch], fixes: tuple[str, ...]) 
 def _fix(trace: Trace, odd: Operand, other: Operand, line: str | None) -> str:
     made = trace.source_at(odd.source)
     move = f"move it with .to(<the {other.device} tensor>.device) before {file_and_line(line)}"
-    if is_gpu(odd.device) and is_gpu(other.device):
+    if is_gpu(odd.device):  # then the other one is on a GPU too
         return f"fix: {move}"
     if made is None:
         return f"fix: {move}; if a module keeps it, register_buffer() lets model.to() take it along"

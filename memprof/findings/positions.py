@@ -7,7 +7,7 @@ import re
 from memprof.findings.evidence import format_shape, param_names, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 
-_POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORECASE)
+_POSITIONS = re.compile(r"(^|[._])(wpe|pos)", re.IGNORECASE)
 
 
 @rule(150)

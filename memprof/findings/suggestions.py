@@ -159,6 +159,9 @@ def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Cand
     usable_bytes, oom = context.usable_bytes, context.ledger.out_of_memory
     if oom is not None and proposal.trace.storages[oom.storage].num_bytes > oom.limit_bytes:
         return None
+    if context.ledger.run.refused:  # the run takes no memory for these
+        refused = dict.fromkeys(context.ledger.run.refused, 0)
+        proposal = proposal._replace(trace=resize(proposal.trace, refused))
     required = _estimate_required(context, proposal)
     fits = usable_bytes is not None and required <= usable_bytes
     return _Candidate(rule, proposal, required, fits) if _is_enough(context, required, fits) else None
@@ -210,8 +213,7 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
 
     The texts have the CUDA context in what a run needs, as its verdict has.
     """
-    run = context.ledger.run
-    trace = resize(proposal.trace, dict.fromkeys(run.refused, 0))
+    run, trace = context.ledger.run, proposal.trace
     if run.rounds:
         needs = compute_memory_needs(trace, run.gpu, proposal.config or run.config, run.release)
         required, fits = needs.required_reserved_bytes, None if run.gpu is None else needs.fits

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
-from memprof.findings import Severity
+from memprof.findings import Severity, exhaustion
 from memprof.findings.exhaustion import MAX_STEPS, Growth, predict_growth
 from memprof.findings.memory_growth import find
-from memprof.trace.events import Role
+from memprof.ledger.steps import list_training_steps
+from memprof.trace.events import PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.findings.test_growth import KEPT, LOSSES, MILLION, kept, steps
@@ -143,3 +144,126 @@ def test_what_every_third_step_leaves_is_counted_by_the_step() -> None:
     growth = predict_growth(stopped(b).context(100 * MIB))
     # The lasting bytes rise at the ends of steps 4, 7 and 10, so that nine steps from the third on add three tensors.
     assert growth is not None and growth.bytes_per_step == 3 * (3 * MIB // 4) // 9
+
+
+# -- function by function --------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_or_in_memprofs_own_loop_nothing_is_predicted() -> None:
+    assert predict_growth(stopped(kept(4)).context()) is None
+    b = stopped(kept(4))
+    b.trace.facts = dataclasses.replace(b.trace.facts, command="profile")
+    assert predict_growth(b.context(100 * MIB)) is None
+
+
+@pytest.mark.parametrize(
+    ("program_steps", "runs_out_step", "runs_out"), [(None, None, False), (5, None, False), (None, 5, True)]
+)
+def test_memory_runs_out_if_a_step_is_known(
+    program_steps: int | None, runs_out_step: int | None, runs_out: bool
+) -> None:
+    assert Growth(MIB, 4, program_steps, runs_out_step).runs_out is runs_out
+
+
+def test_the_steps_of_a_program_are_those_it_has_planned_until_it_ends() -> None:
+    b = stopped(kept(4))
+    assert b.trace.facts.program is not None
+    program = dataclasses.replace(b.trace.facts.program, planned_steps=50)
+    b.trace.facts = dataclasses.replace(b.trace.facts, program=program)
+    growth = predict_growth(b.context(100 * MIB))
+    assert growth is not None and (growth.program_steps, growth.steps_seen) == (50, 4)
+
+
+def forecasts(b: TraceBuilder) -> list[exhaustion._Forecast]:
+    context = b.context(1000 * MIB)
+    return exhaustion._forecast_leaks(context, list_training_steps(b.trace, context.ledger.allocated))
+
+
+def test_later_steps_add_what_the_recorded_ones_have_added_in_turn() -> None:
+    """But for the first, whose tensors may be others'."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    steps(b, 5, lambda step: [b.new(MILLION * (1 + step % 2), line=KEPT) for _ in range(step % 3)] and None)
+    (forecast,) = forecasts(b)
+    # Steps 2 to 5 add two of 1 MiB, none, one of 1 MiB and two of 2 MiB.
+    assert forecast.sizes == ((MIB, MIB), (), (MIB,), (2 * MIB, 2 * MIB))
+    added = [forecast.get_added_sizes(step, 5) for step in range(6, 11)]
+    assert added == [(MIB, MIB), (), (MIB,), (2 * MIB, 2 * MIB), (MIB, MIB)]
+    assert forecast.last_step is None
+
+
+def test_what_a_step_makes_first_is_of_that_step() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(step * MILLION, line=KEPT)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    assert forecasts(b)[0].sizes == ((2 * MIB,), (3 * MIB,), (4 * MIB,))
+
+
+@pytest.mark.parametrize(("limit", "last_step"), [(None, None), (4, "full"), (5, 5), (9, 9)])
+def test_a_container_is_full_at_its_limit(limit: int | None, last_step: int | str | None) -> None:
+    """Four steps have added one each."""
+    found = forecasts(kept(4, LOSSES._replace(limit=limit)))
+    assert [one.last_step for one in found] == ([] if last_step == "full" else [last_step])
+    for one in found:
+        assert one.get_added_sizes(5, 4) == (MIB,)
+        assert bool(one.get_added_sizes(6, 4)) == (last_step != 5)
+
+
+def test_two_tensors_a_step_fill_a_container_twice_as_fast() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    made: list[int] = []
+    steps(b, 4, lambda step: made.extend(b.new(MILLION, line=KEPT) for _ in range(2)))
+    b.trace.holders.append(LOSSES._replace(storages=tuple(made[:2]), limit=21))
+    assert [one.last_step for one in forecasts(b)] == [11]  # of 10.5
+
+
+@pytest.mark.parametrize("failing", [5, 6, 90, 99, 100, 101])
+def test_bisection_ends_at_the_first_failing_step_or_within_a_hundredth(failing: int) -> None:
+    asked: list[int] = []
+
+    class Continuation:
+        def fits_until(self, step: int) -> bool:
+            asked.append(step)
+            return step < failing
+
+    found = exhaustion._bisect_failing_step(Continuation(), 5, 100)  # type: ignore[arg-type]
+    assert found == (None if failing == 101 else failing)
+    assert asked[:2] == [100, 90][: 1 if failing == 101 else 2]
+
+
+def test_bisection_of_many_steps_stops_within_a_hundredth() -> None:
+    class Continuation:
+        def fits_until(self, step: int) -> bool:
+            return step < 7777
+
+    found = exhaustion._bisect_failing_step(Continuation(), 5, 10_000)  # type: ignore[arg-type]
+    assert found is not None and 7777 <= found <= 7777 * 1.01 and found != 7777
+
+
+@pytest.mark.parametrize(("usable_mib", "fits"), [(11, False), (12, True)])
+def test_a_later_step_has_what_the_steps_before_it_add(usable_mib: int, fits: bool) -> None:
+    """Step 9: what it and eight before have kept, the activation and the weight: eleven tensors, two to 2 MiB."""
+    b = stopped(kept(4))
+    context = b.context(usable_mib * MIB)
+    recorded = list_training_steps(b.trace, context.ledger.allocated)
+    leaks = exhaustion._forecast_leaks(context, recorded)
+    continuation = exhaustion._Continuation(context, recorded[-1], leaks, recorded[-1])
+    assert continuation.fits_until(9) == fits
+
+
+@pytest.mark.parametrize(("usable_mib", "fits"), [(320, True), (318, False)])
+def test_steps_between_add_what_is_their_turn(usable_mib: int, fits: bool) -> None:
+    """Steps 1 to 4 have kept 20, 40, 60 and 80 MiB; step 5 adds 40 as the second, and 6 is the fourth again."""
+    b = TraceBuilder()
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(step * 20 * MILLION, line=KEPT)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    context = b.context(usable_mib * MIB)
+    recorded = list_training_steps(b.trace, context.ledger.allocated)
+    leaks = exhaustion._forecast_leaks(context, recorded)
+    assert exhaustion._Continuation(context, recorded[-1], leaks, recorded[-1]).fits_until(6) == fits

@@ -9,6 +9,7 @@ from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import CudaGraphed, Event, EventKind, Owner, PhaseKind, Role
+from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
@@ -122,7 +123,7 @@ def test_of_a_run_that_does_not_fit_at_all_only_a_whole_one_has_fragmentation(en
     """Nothing is free where 128 MiB are refused; what the replay does later is the need of a larger GPU."""
     context = pinned().context(140 * MIB)
     context.ledger.trace.ended_out_of_memory = ends
-    assert bool(find(context)) is not ends
+    assert [finding.num_bytes for finding in find(context)] == [480 * MIB] * (not ends)
 
 
 def test_whole_segments_are_told_apart() -> None:
@@ -172,3 +173,98 @@ def test_no_fix_where_segments_expand_already() -> None:
     for finding in find(Context(build_ledger(b.trace, run), 10_000 * MIB)):
         assert not finding.fixes and "expandable" not in finding.evidence[1].text
         assert finding.severity is Severity.NOTE
+
+
+def test_the_verdict_has_its_stage_and_the_share_that_is_free() -> None:
+    """Where 128 MiB are refused, 4 segments of 128 have 8 in use."""
+    finding = one(pinned(last=WIDE).context(600 * MIB))
+    assert (finding.severity, finding.num_bytes, finding.is_decisive) == (Severity.WARNING, 480 * MIB, True)
+    title, held, after, pinning = all_figures(finding)
+    assert title == ["480.00 MiB", "512.00 MiB", "1", "94%", "512.00 MiB"]
+    assert finding.evidence[2].text.endswith("at model.py:2")
+    assert held == ["480.00 MiB", "4"] and after[-2:] == ["520.00 MiB", "640.00 MiB"]  # 26 pages of 20 MiB
+    assert pinning == [
+        "4", "128.00 MiB", "120.00 MiB", "[2097152]", "float32", "aten.clone", "model.py:2",
+    ]  # fmt: skip
+
+
+def test_pieces_of_a_segment_and_several_tensors_in_it() -> None:
+    """A segment of 1 GiB with 100 and 50 MiB, between which 200 are free, and 674 after them."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.free(b.alloc(1024 * MIB))
+    parts = [b.alloc(mib * MIB, op=f"aten.op{mib}", line=f"model.py:{mib} f") for mib in (100, 200, 50)]
+    b.free(parts[1])
+    b.alloc(700 * MIB)
+    finding = one(b.context())
+    assert all_figures(finding)[-1] == [
+        "1", "1.00 GiB", "874.00 MiB", "674.00 MiB", "[104857600]", "uint8", "aten.op100", "model.py:100", "1",
+    ]  # fmt: skip
+    assert (
+        " each" not in finding.evidence[-1].text
+        and finding.evidence[-1].text.endswith(" and 1 more")
+        and finding.evidence[-1].num_bytes == 874 * MIB
+    )
+
+
+def test_kinds_of_segments_the_most_free_first() -> None:
+    """Seven of different sizes, of which five are shown; the module is named."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("layers.0.mlp")
+    fillers = []
+    for number, wide in enumerate([b.alloc(number * 64 * MIB) for number in range(1, 8)], 1):
+        b.free(wide)
+        pin_mib = 196 if number == 7 else 8
+        b.alloc(pin_mib * MIB)
+        fillers.append(b.alloc((number * 64 - pin_mib) * MIB))
+    b.free(*fillers)
+    b.alloc(512 * MIB)
+    finding = one(b.context())
+    kinds = [line for line in finding.evidence if "pinned by" in line.text]
+    assert [line.num_bytes for line in kinds] == [mib * MIB for mib in (376, 312, 252, 248, 184)]
+    assert "in layers.*.mlp at train.py:1" in kinds[0].text
+
+
+@pytest.mark.parametrize(("sizes", "num_lines"), [((1, 1), 0), ((2, 3), 2), ((2, 3, 4, 5, 6, 7), 5)])
+def test_functions_with_graphs_of_several_sizes_the_most_first(sizes: tuple[int, ...], num_lines: int) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.events.append(Event(EventKind.POOL, 1))
+    b.free(b.new(2 * WIDE))
+    b.trace.events.append(Event(EventKind.POOL, 0))
+    b.new(4 * WIDE)
+    b.trace.graphed += [CudaGraphed(f"model.py:{number} step", number) for number in sizes]
+    lines = [figures(line.text) for line in one(b.context()).evidence if "compiled code" in line.text]
+    expected = [[f"model.py:{number}", str(number)] for number in sorted(sizes, reverse=True)]
+    assert lines == expected[:num_lines]
+
+
+@pytest.mark.parametrize(
+    ("saved", "fits", "is_fix"),
+    [(40 * MIB, True, True), (40 * MIB - 1, True, False), (0, False, False), (0, None, True)],
+)
+def test_expandable_segments_are_a_fix_if_they_save_a_tenth_of_it_or_the_run_fits(
+    saved: int, fits: bool | None, is_fix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 MiB are free beside 500. The last run is one that does not fit, and would with them."""
+    b = TraceBuilder()
+    b.free(b.alloc(400 * MIB))
+    b.alloc(500 * MIB)
+    context = b.context()
+    run = context.ledger.run
+    needs = run.compute_needs(run.config)
+    other = needs._replace(required_reserved_bytes=run.required_reserved_bytes - saved, fits=fits is not False)
+    monkeypatch.setattr(type(run), "compute_needs", lambda *_: other)
+    if fits is None:
+        monkeypatch.setattr(type(run), "fits", property(lambda _: False))
+    assert bool(one(context).fixes) == is_fix
+
+
+def test_what_decides_is_a_warning_though_expandable_segments_do_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = TraceBuilder()
+    b.free(b.alloc(64 * MIB))
+    b.alloc(32 * MIB)
+    b.alloc(48 * MIB)
+    context = b.context(100 * MIB)
+    needs = context.ledger.run.compute_needs(context.ledger.run.config)
+    monkeypatch.setattr(type(context.ledger.run), "compute_needs", lambda *_: needs._replace(fits=False))
+    finding = one(context)
+    assert finding.severity is Severity.WARNING and finding.is_decisive and not finding.fixes

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from memprof.findings import Finding, Severity
-from memprof.findings.growth import exhaustion_evidence, is_growing
+from memprof.findings import Context, Finding, Severity, growth, memory_growth
+from memprof.findings.edits import Edit, EditKind
+from memprof.findings.growth import (
+    Key,
+    LeakGroup,
+    by_holder,
+    compute_curve,
+    compute_median_rise,
+    count_idle_iterations,
+    describe_holder,
+    exhaustion_evidence,
+    find_growing_storages,
+    find_holder,
+    find_idle_holder,
+    find_leaks,
+    find_step_leaks,
+    format_holders,
+    holder_evidence,
+    holder_fix_evidence,
+    holder_key,
+    is_growing,
+    is_rising_constantly,
+    is_running_sum,
+    leak_evidence,
+    make_key,
+)
+from memprof.findings.growth_until_peak import GrowthUntilPeak
 from memprof.findings.memory_growth import find
-from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Role
+from memprof.trace.events import AUTOCAST_KIND, NONE, CycleKind, Forward, Holder, PhaseKind, Role
+from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
+from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
 
 MILLION = MIB // 4  # Elements of float32 in a MiB.
@@ -312,3 +341,516 @@ def test_rounds_are_not_counted_without_a_gpu() -> None:
     b = TraceBuilder()
     b.alloc(MIB)
     assert exhaustion_evidence(b.context(), MIB, "call") is None
+
+
+# -- what a finding shows of it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("elements", "severity"),
+    [(MILLION, Severity.WARNING), (MILLION - 128, Severity.NOTE), (MILLION // 16, Severity.NOTE)],
+)
+def test_it_is_a_warning_from_a_mebibyte_a_step_on(elements: int, severity: Severity) -> None:
+    (finding,) = find(kept(4, elements=elements).context())
+    assert finding.severity is severity
+
+
+@pytest.mark.parametrize(("elements", "is_told"), [(MILLION // 16, True), (MILLION // 16 - 128, False)])
+def test_it_is_told_from_64_kib_a_step_on(elements: int, is_told: bool) -> None:
+    assert bool(find(kept(4, LOSSES, elements=elements).context())) == is_told
+
+
+@pytest.mark.parametrize(
+    ("change", "elements", "fix", "edit"),
+    [
+        ({}, MILLION // 16, ".cpu()", EditKind.KEEP_ON_HOST),
+        ({"nodes": 20}, MILLION // 16 - 128, ".item()", EditKind.KEEP_DETACHED),
+        ({"kind": CycleKind.GRAD}, MILLION, "create_graph=True", EditKind.TAKE_GRADIENT),
+    ],
+)
+def test_the_fix_is_by_what_the_graph_does_not_keep(
+    change: dict[str, Any], elements: int, fix: str, edit: EditKind
+) -> None:
+    (finding,) = find(kept(4, LOSSES._replace(**change), elements=elements).context())
+    assert fix in finding.evidence[-1].text
+    assert finding.edit is not None and (finding.edit.kind, finding.edit.source) == (edit, LOSSES.source)
+
+
+def test_exactly_64_kib_a_step_that_nothing_was_seen_to_keep_are_for_host_memory() -> None:
+    (finding,) = find(kept(4, elements=MILLION // 16).context())
+    assert ".cpu()" in finding.evidence[-1].text and finding.edit is None
+
+
+def test_what_a_graph_has_saved_is_no_part_of_what_is_kept() -> None:
+    """Numbers of 512 bytes, whose graphs have 3 MiB each: .item() is enough."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    losses: list[int] = []
+
+    def each(step: int) -> None:
+        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
+        losses.append(b.new(line=KEPT))
+
+    steps(b, 4, each)
+    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    (finding,) = found(b)
+    assert finding.edit == Edit(EditKind.KEEP_NUMBER, "/x/train.py:9 main", "losses")
+    graph = finding.evidence[3]
+    assert figures(graph.text) == ["20", "4", "3.00 MiB"]
+    assert (graph.num_bytes, graph.source) == (3 * MIB, LOSSES.source)
+    assert ".item()" in finding.evidence[-1].text
+    b.trace.holders[0] = b.trace.holders[0]._replace(nodes=0)
+    assert not any("autograd graph" in line.text for line in found(b)[0].evidence)
+
+
+@pytest.mark.parametrize(("usable_mib", "decides"), [(26, True), (18, False)])
+def test_says_whether_the_run_fits_without_it(usable_mib: int, decides: bool) -> None:
+    """Ten steps leave 1 MiB each beside a small weight; in the last, 20 MiB more are needed."""
+    b = kept(10)
+    b.phase(PhaseKind.FORWARD, 11)
+    b.alloc(20 * MIB)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    (finding,) = find(b.context(usable_mib * MIB))
+    assert finding.is_decisive == decides
+    assert finding.title.endswith("; without them the run fits") == decides
+    assert "freed after its last use" in finding.evidence[2].text
+    b.trace.last_uses = []  # uses are not known
+    (finding,) = find(b.context(usable_mib * MIB))
+    assert not finding.is_decisive and not any("last use" in line.text for line in finding.evidence)
+
+
+def test_a_small_growth_without_which_the_run_fits_is_a_warning() -> None:
+    b = kept(20, elements=MILLION // 2)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    assert find(b.context(100 * MIB))[0].severity is Severity.NOTE
+    assert find(b.context(8 * MIB))[0].severity is Severity.WARNING
+
+
+def test_models_that_are_built_in_each_step_are_told_by_another_rule() -> None:
+    def run(*, others: bool) -> list[Finding]:
+        b = TraceBuilder()
+        b.parameter("weight", 100)
+
+        def each(step: int) -> None:
+            b.new(MILLION, line=KEPT, owner=(Role.PARAMETER, "a"))
+            if others:
+                b.new(MILLION, line=KEPT, op="aten.mul")
+
+        steps(b, 5, each)
+        return find(b.context())
+
+    assert not run(others=False)
+    (finding,) = run(others=True)
+    assert "grows by 1.00 MiB a step" in finding.title and finding.num_bytes == 4 * MIB
+
+
+def test_a_bounded_container_is_told_where_memory_runs_out() -> None:
+    b = kept(4, LOSSES._replace(kind="deque", limit=100))
+    program = ProgramFacts(("train.py",), "steps", 0, 4, ())
+    b.trace.facts = dataclasses.replace(b.trace.facts, command="run", program=program)
+    assert find(b.context(60 * MIB)) and not find(b.context(600 * MIB)) and not find(b.context())
+
+
+@pytest.mark.parametrize(("num_bytes", "is_told"), [(64 << 10, True), ((64 << 10) - 512, False)])
+def test_little_that_accumulates_until_the_peak_is_let_pass(num_bytes: int, is_told: bool) -> None:
+    """Here it is more than a twentieth of the peak, which has little else."""
+    b = TraceBuilder()
+    made: list[int] = []
+    for step in range(1, 8):
+        b.phase(PhaseKind.FORWARD, step)
+        if step == 6:
+            b.free(b.alloc(1024))
+            b.free(*made)
+        if step < 6:
+            made.append(b.alloc(num_bytes, line=KEPT))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    assert bool(found(b)) == is_told
+
+
+def test_what_accumulates_until_the_peak_may_decide_whether_the_run_fits() -> None:
+    b = cleared(30, then=2)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    (finding,) = find(b.context(24 * MIB))
+    assert finding.is_decisive and finding.title.endswith("; without them the run fits")
+    assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+    assert figures(finding.evidence[1].text)[3:] == ["train.py:7", "1.00 MiB", "30"]
+    b.trace.last_uses = []
+    (finding,) = find(b.context(24 * MIB))
+    assert not finding.is_decisive
+
+
+def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:
+    b = micro_batches(6, 1)
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    b.trace.holders.append(LOSSES._replace(storages=tuple(made), nodes=20))
+    (finding,) = found(b)
+    assert finding.edit == Edit(EditKind.KEEP_DETACHED, "/x/train.py:9 main", "losses")
+    assert "for the next pass" in finding.evidence[-1].text
+    b.trace.holders[0] = b.trace.holders[0]._replace(nodes=0)
+    assert found(b)[0].edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+
+
+def test_a_graph_that_steps_keep_until_the_peak_is_not_for_the_next_pass() -> None:
+    (finding,) = found(cleared(6, then=2, holder=LOSSES._replace(nodes=20)))
+    assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+    assert "of each step in host memory" in finding.evidence[-1].text
+
+
+def test_covered_storages_are_those_of_the_findings() -> None:
+    b = kept(4)
+    kept_ones = {index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT}
+    assert memory_growth.find_covered_storages(b.context()) == kept_ones
+    assert not memory_growth.find_covered_storages(kept(4, elements=1).context())
+
+
+def test_calls_are_freed_at_their_ends() -> None:
+    """What a call has made, and is not over by then, is not."""
+    b = calls_before_one_backward(4)
+    context = b.context()
+    until_peak = GrowthUntilPeak("call", 4, [forward.end - 1 for forward in b.trace.forwards[:3]], {})
+    assert memory_growth._find_ends_of_calls(context, until_peak, [1, 2, 3, 4]) == {
+        index: forward.end for index, forward in enumerate(b.trace.forwards[:3], 1)
+    }
+
+
+# -- function by function --------------------------------------------------------------------------------------------
+
+
+def lives(*spans: tuple[int, int, int]) -> Context:
+    """Tensors of so many MiB, each allocated at an event and freed at another, which is 0 if it is not."""
+    b = TraceBuilder()
+    indices: dict[int, int] = {}
+    for event in range(1, 1 + max(max(span[:2]) for span in spans)):
+        for number, (birth, death, mib) in enumerate(spans):
+            if birth == event:
+                indices[number] = b.alloc(mib * MIB)
+            elif death == event:
+                b.free(indices[number])
+    return b.context()
+
+
+@pytest.mark.parametrize(("survivors_only", "curve"), [(False, [3, 4, 4]), (True, [0, 1, 4])])
+def test_bytes_at_the_end_of_each_round(survivors_only: bool, curve: list[int]) -> None:
+    """Rounds end with events 2, 4 and 6: 1 MiB stays from event 1 on, 2 until event 3, 3 from event 4 on, 7 until 6."""
+    context = lives((1, 0, 1), (2, 3, 2), (4, 0, 3), (5, 6, 7), (7, 0, 9))
+    found = compute_curve(context, [0, 1, 2, 3, 4], [2, 4, 6], survivors_only=survivors_only)
+    assert found == [mib * MIB for mib in curve]
+
+
+@pytest.mark.parametrize(
+    ("curve", "num_idle", "expected"),
+    [
+        ([0, 1, 2], 1, False),
+        ([0, 1, 1, 2, 2, 3], 1, True),
+        ([0, 1, 1, 2, 2, 3], 2, False),
+        ([0, 1, 1, 1, 2, 2], 0, True),
+        ([0, 1, 1, 1, 2, 2], 2, True),
+        ([0, 1, 1, 1, 2, 2], 3, False),
+        ([1, 2, 2, 2, 2], 0, False),
+    ],
+)
+def test_rounds_that_allocate_nothing_are_fewer_than_between_two_rises(
+    curve: list[int], num_idle: int, expected: bool
+) -> None:
+    assert is_growing(curve, num_idle) is expected
+
+
+@pytest.mark.parametrize(("members", "num_idle"), [([0], 2), ([1], 2), ([2], 1), ([3, 0], 1), ([0, 4], 0)])
+def test_rounds_after_that_of_the_newest(members: list[int], num_idle: int) -> None:
+    """Rounds end with events 2, 4 and 6; there is an allocation at each event from 1 to 5."""
+    context = lives(*((event, 0, 1) for event in range(1, 6)))
+    assert count_idle_iterations(context, members, [2, 4, 6]) == num_idle
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([1, 2, 3, 4], True),
+        ([2, 4, 6, 8], True),
+        ([1, 2, 3], False),
+        ([1, 2, 2, 3, 4], True),
+        ([1, 2, 2, 3], False),
+        ([1, 2, 4, 5], False),
+        ([1, 2, 3, 4, 3], False),
+    ],
+)
+def test_always_as_many_more_three_times_at_least(counts: list[int], expected: bool) -> None:
+    b = TraceBuilder()
+    live: list[int] = []
+    members: list[int] = []
+    ends: list[int] = []
+    for count in counts:
+        anew = [b.alloc(MIB) for _ in range(count)]
+        b.free(*live)
+        live = anew
+        members += anew
+        ends.append(len(b.trace.events) - 1)
+    assert is_rising_constantly(b.context(), members, ends) is expected
+
+
+@pytest.mark.parametrize(
+    ("curve", "median", "each"),
+    [
+        ([0, 1, 3, 6], 2, 2),
+        ([0, 5, 6, 7, 8], 1, 1),
+        ([4, 4, 5, 7], 1, 1),  # from the first rise on; the lower of two
+        ([0, 3, 3, 6], 3, 2),  # not each adds some: the mean
+        ([0, 4, 4, 4, 8], 4, 2),
+    ],
+)
+def test_what_a_round_adds_is_the_median_or_the_mean(curve: list[int], median: int, each: int) -> None:
+    assert compute_median_rise(curve) == median
+    assert growth._compute_bytes_per_iteration(curve) == each
+
+
+@pytest.mark.parametrize(("first_mib", "is_leak"), [(6, True), (7, False)])
+def test_a_joined_result_is_what_the_rounds_have_added(first_mib: int, is_leak: bool) -> None:
+    """Five results, each by 2 MiB larger: they are a leak up to twice as much as five rounds add, 20 MiB."""
+    b = TraceBuilder()
+    made: list[int] = []
+    ends = []
+    for number in range(5):
+        made.append(b.alloc((first_mib * 2 + 2 * number) * MIB, op="aten.stack"))
+        b.free(*made[-2:-1])
+        ends.append(len(b.trace.events) - 1)
+    found = find_leaks(b.context(), made, ends)
+    assert [(one.num_bytes, one.bytes_each, one.is_recreated) for one in found] == [(8 * MIB, 2 * MIB, True)] * is_leak
+
+
+def test_leaks_by_line_operator_and_module_the_largest_first() -> None:
+    b = TraceBuilder()
+    made: list[int] = []
+    ends = []
+    for _ in range(4):
+        for layer in range(2):
+            b.enter(f"layers.{layer}")
+            made.append(b.alloc(2 * MIB))
+            b.leave()
+        made += [b.alloc(10 * MIB), b.alloc(6 * MIB, op="aten.mul"), b.alloc(8 * MIB, line=KEPT)]
+        ends.append(len(b.trace.events) - 1)
+    found = find_leaks(b.context(), made, ends)
+    assert [(one.num_bytes // MIB, one.bytes_each // MIB, len(one.storages)) for one in found] == [
+        (30, 10, 4), (24, 8, 4), (18, 6, 4), (12, 4, 8),
+    ]  # fmt: skip
+    assert found[3].key == (found[0].key[0], found[0].key[1], "layers.*") and not found[0].is_recreated
+
+
+def test_what_is_made_as_the_first_step_begins_is_of_the_steps() -> None:
+    b = TraceBuilder(None)
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.alloc(MIB)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    (leaks,) = find_step_leaks(b.context()).values()
+    assert [len(one.storages) for one in leaks] == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_leak"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"hidden": True}, False),
+        ({"owner": (Role.BUFFER, "a")}, False),
+        ({"owner": (Role.INPUT, "a")}, True),
+        ({"owner": (Role.GRADIENT, "a")}, True),  # all but the newest of this name
+        ({"owner": (Role.PARAMETER, "a")}, True),
+        ({"owner": (Role.OPTIMIZER_STATE, "a")}, False),
+    ],
+)
+def test_what_may_pile_up(change: dict[str, Any], is_leak: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    steps(b, 5, lambda step: [b.new(MILLION, line=KEPT, **change) for _ in range(2)] and None)
+    found = [len(one.storages) for leaks in find_step_leaks(b.context()).values() for one in leaks]
+    assert found == [9 if change == {"owner": (Role.GRADIENT, "a")} else 10] * is_leak
+
+
+def test_state_and_gradients_of_models_that_are_built_in_training() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+
+    def each(step: int) -> None:
+        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.GRADIENT):
+            b.new(MILLION, op=f"aten.{role.name}", line=KEPT, owner=(role, f"{step}"))
+
+    steps(b, 5, each)
+    (leaks,) = find_step_leaks(b.context()).values()
+    ops = {b.trace.op(b.trace.storages[one.storages[0]]) for one in leaks}
+    assert ops == {"aten.PARAMETER", "aten.OPTIMIZER_STATE"}
+
+
+# -- holders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "list `losses`"),
+        ({"kind": ""}, "variable `losses`"),
+        ({"kind": "", "name": "self.losses"}, "attribute `self.losses`"),
+        ({"name": "self.losses"}, "list `self.losses`"),
+        ({"kind": CycleKind.OBJECTS, "name": "A.b -> A"}, "a reference cycle, A.b -> A"),
+    ],
+)
+def test_a_holder_is_named_by_its_kind(change: dict[str, Any], text: str) -> None:
+    holder = LOSSES._replace(**change)
+    assert describe_holder(holder) == text
+    assert format_holders(None, holder) == f", kept by {text} (x/train.py:9)"
+    assert format_holders(holder._replace(fills=False)) == f", kept by {text}"
+    assert format_holders(None) == ""
+    twice = f", kept by {text} (x/train.py:9) and {text} (x/train.py:9)"
+    assert format_holders(holder, holder) == twice
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({}, ", filled at x/train.py:9"),
+        ({"fills": False}, " of x/train.py:9"),
+        ({"source": None}, ""),
+        ({"kind": CycleKind.OBJECTS}, ", closed at x/train.py:9"),
+    ],
+)
+def test_the_line_of_a_holder(change: dict[str, Any], place: str) -> None:
+    holder = LOSSES._replace(**change)
+    evidence = holder_evidence(holder)
+    assert evidence.text == f"kept by {describe_holder(holder)}{place}" and evidence.source == holder.source
+
+
+@pytest.mark.parametrize(
+    ("holder", "text"),
+    [
+        (None, "fix: drop it"),
+        (LOSSES, "fix at x/train.py:9: drop it"),
+        (LOSSES._replace(fills=False), "fix: drop it"),
+        (LOSSES._replace(has_reset=True), "fix at x/train.py:9: call reset() at the end of each epoch, or drop it"),
+    ],
+)
+def test_the_fix_is_at_the_line_that_fills_the_holder(holder: Holder | None, text: str) -> None:
+    evidence = holder_fix_evidence(holder, "drop it")
+    assert evidence.text == text
+    assert evidence.source == (LOSSES.source if " at " in text.partition(":")[0] else None)
+
+
+@pytest.mark.parametrize("change", [{"kind": "dict"}, {"name": "outputs"}, {"source": "/x/train.py:10 main"}])
+def test_holders_are_the_same_by_kind_name_and_line(change: dict[str, str]) -> None:
+    assert holder_key(LOSSES) == holder_key(LOSSES._replace(event=5, storages=(1,), nodes=3))
+    assert holder_key(LOSSES) != holder_key(LOSSES._replace(**change)) and holder_key(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kind": "", "node_steps": 2}, True),
+        ({"kind": "", "node_steps": 1}, False),
+        ({"kind": "list", "node_steps": 2}, False),
+    ],
+)
+def test_a_running_sum_is_a_tensor_with_a_graph_of_several_steps(change: dict[str, Any], expected: bool) -> None:
+    assert is_running_sum(LOSSES._replace(**change)) is expected
+
+
+GRAPH = LOSSES._replace(storages=(1,), nodes=5, node_steps=2)
+
+
+def leaking() -> tuple[TraceBuilder, LeakGroup, set[Key]]:
+    """Three kinds of tensors; the leak is the first of them, and leaks are the first two."""
+    b = TraceBuilder()
+    made = [b.alloc(MIB, op=op) for op in ("aten.a", "aten.b", "aten.c", "aten.a")]
+    keys = [make_key(b.trace, index) for index in made]
+    return b, LeakGroup(keys[0], (0,), MIB, MIB), {keys[0], keys[1]}
+
+
+@pytest.mark.parametrize(
+    ("holders", "expected"),
+    [
+        ([], None),
+        ([LOSSES._replace(storages=(2,))], None),
+        ([LOSSES._replace(storages=(1,))], None),  # which has no graph
+        ([LOSSES._replace(storages=(1,), nodes=5)], 0),
+        ([LOSSES._replace(storages=(2,), nodes=5)], None),
+        ([LOSSES._replace(kind="", nodes=5, node_steps=2)], 0),
+        ([LOSSES._replace(kind="", nodes=0, node_steps=2)], None),
+        ([LOSSES._replace(storages=(1,), nodes=5), LOSSES._replace(name="a", storages=(0,))], 1),
+        ([LOSSES._replace(storages=(0,)), LOSSES._replace(name="a", storages=(0, 3))], 1),
+        ([GRAPH._replace(nodes=9, node_steps=1), GRAPH._replace(name="a")], 1),
+        ([GRAPH._replace(nodes=9), GRAPH._replace(name="a")], 0),
+    ],
+)
+def test_who_keeps_a_leak(holders: list[Holder], expected: int | None) -> None:
+    """Who has its kind, most of it; else who has the largest graph of a leak, or of a sum."""
+    b, leak, keys = leaking()
+    b.trace.holders = holders
+    assert find_holder(b.trace, leak, keys) == (None if expected is None else holders[expected])
+
+
+def test_the_observation_with_the_most_nodes_stands_for_a_holder() -> None:
+    b, leak, _ = leaking()
+    other = LeakGroup(make_key(b.trace, 2), (2,), MIB, MIB)
+    b.trace.holders = [
+        LOSSES._replace(storages=(0,), nodes=2),
+        LOSSES._replace(storages=(), nodes=7),
+        LOSSES._replace(name="a", nodes=9),
+    ]
+    # The other leak is of no holder, and is taken for what its graph has saved.
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[1]: [leak, other]}
+    b.trace.holders = b.trace.holders[:1]
+    b.trace.holders[0] = LOSSES._replace(storages=(0,))
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[0]: [leak], None: [other]}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((), None),
+        ((((2,), "list"),), None),
+        ((((0,), "list"), ((0, 1, 2), "dict")), 1),
+        ((((0,), "list"), ((0, 1), AUTOCAST_KIND)), 0),
+    ],
+)
+def test_what_was_seen_to_keep_most_unused(
+    kinds: tuple[tuple[tuple[int, ...], str], ...], expected: int | None
+) -> None:
+    b = TraceBuilder()
+    b.trace.idle_holders = [LOSSES._replace(kind=kind, storages=storages) for storages, kind in kinds]
+    found = find_idle_holder(b.trace, [0, 1])
+    assert found == (None if expected is None else b.trace.idle_holders[expected])
+
+
+def test_the_rest_of_many_kinds_is_one_line() -> None:
+    """Of eight kinds, from 1 to 8 MiB a step, six are shown."""
+    b = TraceBuilder()
+    made = [b.new(mib * MILLION, op=f"aten.op{mib}", line=KEPT) for mib in range(1, 9)]
+    leaks = [LeakGroup(make_key(b.trace, index), (index, index), MIB, mib * MIB) for mib, index in enumerate(made, 1)]
+    lines = leak_evidence(b.trace, leaks, "step")
+    assert [line.num_bytes for line in lines] == [mib * MIB for mib in (8, 7, 6, 5, 4, 3, 3)]
+    assert figures(lines[0].text) == ["[2097152]", "float32", "aten.op8", "train.py:7", "8.00 MiB", "2"]
+    assert figures(lines[-1].text) == ["2", "3.00 MiB"] and lines[-1].text.endswith("more a step")
+    assert len(leak_evidence(b.trace, leaks[:6], "step")) == 6
+
+
+def test_the_largest_tensor_of_a_leak_is_shown_the_last_of_equal_ones() -> None:
+    b = TraceBuilder()
+    b.enter("layers.0")
+    made = [b.new(*shape, line=KEPT) for shape in ((4, 4), (8, 8), (16, 4), (2, 2))]
+    b.leave()
+    (line,) = leak_evidence(b.trace, [LeakGroup(make_key(b.trace, made[0]), tuple(made), 1, 1)], "call")
+    assert line.shape == (16, 4) and "in layers.* at train.py:7" in line.text and "more a call" in line.text
+
+
+def test_what_steps_pile_up_counts_in_a_step_that_has_not_ended() -> None:
+    b = kept(4)
+    b.phase(PhaseKind.FORWARD, 5)
+    late = [b.new(MILLION, line=KEPT), b.new(MILLION, line=KEPT)]
+    b.new(MILLION, line="train.py:8 main")
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    assert find_growing_storages(b.context()) == set(made) and set(late) < set(made)
+
+
+def test_models_that_are_built_in_training_are_no_growing_storages() -> None:
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    steps(b, 5, lambda step: b.new(MILLION, line=KEPT, owner=(Role.PARAMETER, "a")) and None)
+    context = b.context()
+    assert find_step_leaks(context) and not find_growing_storages(context)

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from memprof.findings import Finding, Severity, find_all
+from memprof.findings.edits import Edit, EditKind
 from memprof.findings.idle_memory import find
+from memprof.findings.idle_storages import awaits_backward, find_idle_storages, find_phase, find_replaced_models
 from memprof.trace.events import NONE, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
+from tests.unit.findings.figures import all_figures
 from tests.unit.traces import TraceBuilder
 
 OUT = Holder(0, "", "out", "/x/train.py:9 main", False, None, (), 0, 0, None)
@@ -301,14 +304,14 @@ def test_gradients_that_are_accumulated_are_used() -> None:
     assert not b.find(350 * MIB)
 
 
-def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86) -> UsesBuilder:
+def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86, state_mib: int = 86) -> UsesBuilder:
     """A model of 258 MiB is trained; then a second one is called, with less memory at its peak."""
     b = UsesBuilder(PhaseKind.MODEL)
     weight = b.parameter("weight", part_mib * MIB // 4)
     b.phase(PhaseKind.FORWARD)
     b.free(b.alloc(400 * MIB))
     b.phase(PhaseKind.OPTIMIZER_STEP)
-    state = [b.new(part_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
+    state = [b.new(state_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
     b.use(weight, *state)
     for step in range(calls):
         b.phase(PhaseKind.FORWARD, 2 + step)
@@ -362,8 +365,8 @@ def test_a_model_that_is_freed_in_the_next_phase_is_the_attempt_that_has_failed(
 
 
 def test_a_model_counts_from_256_mib_on() -> None:
-    """Weight and two states of equal size."""
-    assert two_models(part_mib=86).find() and not two_models(part_mib=84).find()
+    """Its weight with two states."""
+    assert two_models(part_mib=84).find() and not two_models(part_mib=82).find()
 
 
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
@@ -563,3 +566,453 @@ def test_what_caught_errors_keep_is_one_finding_a_holder(holder: Holder, by: str
     assert finding.is_decisive and finding.num_bytes == 200 * MIB
     assert f"tensors of an attempt that ran out of memory, kept by {by}" in finding.title
     assert fix in finding.evidence[0].text and finding.evidence[0].source == holder.source
+
+
+# -- what is idle, function by function ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("used", "kind"), [(0, PhaseKind.MODEL), (1, PhaseKind.MODEL), (3, PhaseKind.MODEL), (4, PhaseKind.FORWARD)]
+)
+def test_a_use_is_of_the_phase_that_was_running_before_it(used: int, kind: PhaseKind) -> None:
+    """The forward begins at event 3: what is used after three events was used before it."""
+    b = TraceBuilder()
+    for _ in range(2):
+        b.alloc(MIB)
+    b.phase(PhaseKind.FORWARD)
+    assert find_phase(b.context().phases, used).kind is kind
+
+
+@pytest.mark.parametrize("before_free", [False, True])
+def test_what_dies_as_the_next_phase_begins_is_no_more_idle(before_free: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    out = b.alloc(100 * MIB)
+    b.use(out)
+    if before_free:
+        b.free(out)
+    b.phase(PhaseKind.FORWARD, 2)
+    if not before_free:
+        b.free(out)
+    assert find_idle_storages(b.context()) == [out] * (not before_free)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_idle"),
+    [
+        ({}, True),
+        ({"device": "cpu"}, False),
+        ({"hidden": True}, False),
+        ({"next": PhaseKind.OTHER}, False),
+        ({"next": PhaseKind.DECODE}, True),
+        ({"next": PhaseKind.EVALUATION}, True),
+    ],
+)
+def test_idle_storages_are_on_the_gpu_when_a_phase_computes(change: dict[str, Any], is_idle: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    following = change.pop("next", PhaseKind.FORWARD)
+    out = b.alloc(100 * MIB, **change)
+    b.use(out)
+    b.phase(following, 2)
+    b.alloc(MIB)
+    b.phase(PhaseKind.OTHER, 2)
+    b.free(out)
+    b.use()
+    assert find_idle_storages(b.context()) == [out] * is_idle
+
+
+@pytest.mark.parametrize(
+    ("second", "is_idle"),
+    [(PhaseKind.FORWARD, True), (PhaseKind.DECODE, True), (PhaseKind.EVALUATION, True), (PhaseKind.BACKWARD, False)],
+)
+def test_a_batch_is_idle_after_a_whole_pass_that_goes_forward(second: PhaseKind, is_idle: bool) -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    batch = b.alloc(100 * MIB, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.FORWARD)
+    b.use(batch)
+    b.alloc(MIB)
+    b.phase(second, 2)
+    b.alloc(MIB)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    b.use()
+    b.trace.idle_holders.append(OUT._replace(storages=(batch,)))
+    assert find_idle_storages(b.context()) == [batch] * is_idle
+
+
+def test_a_batch_that_is_freed_as_the_pass_ends_is_not() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    batch = b.alloc(100 * MIB, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.FORWARD)
+    b.use(batch)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(MIB)
+    b.free(batch)
+    b.phase(PhaseKind.BACKWARD, 2)
+    b.use()
+    b.trace.idle_holders.append(OUT._replace(storages=(batch,)))
+    assert not find_idle_storages(b.context())
+
+
+@pytest.mark.parametrize(
+    ("elements", "op", "is_used"),
+    [(100, "aten._to_copy", True), (99, "aten._to_copy", False), (100, "aten.mul", False)],
+)
+def test_a_parameter_is_used_while_its_copy_in_half_precision_is(elements: int, op: str, is_used: bool) -> None:
+    """The copy has as many elements, and is made as the parameter is read."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100)
+    b.phase(PhaseKind.FORWARD)
+    copy = b.new(elements, dtype="float16", op=op)
+    b.use(weight)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.use(copy)
+    b.alloc(MIB)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.use(copy)
+    assert (weight in find_idle_storages(b.context())) is not is_used
+
+
+def waiting(
+    nodes: int = 5,
+    *,
+    ended: bool = True,
+    then: PhaseKind | None = None,
+    in_call: bool = True,
+    phase: PhaseKind = PhaseKind.FORWARD,
+) -> bool:
+    """A parameter is used in a forward, in its call or after it, and perhaps another phase begins."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100)
+    b.phase(phase)
+    b.enter("", "Net")
+    begin = len(b.trace.events)
+    b.alloc(MIB)
+    if in_call:
+        b.use(weight)
+    b.alloc(MIB)
+    b.leave()
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, 0, True, nodes, ()))
+    b.alloc(MIB)
+    b.alloc(MIB)
+    if not in_call:
+        b.use(weight)
+    if then is not None:
+        b.phase(then)
+        b.alloc(MIB)
+    b.trace.ended_out_of_memory = ended
+    return awaits_backward(b.context(), weight)
+
+
+def test_the_weights_of_a_call_with_a_graph_wait_for_its_backward() -> None:
+    assert waiting()
+    assert waiting(1) and not waiting(0)
+    assert waiting(0, in_call=False)  # by a function that is no module, with a graph of its own
+    assert not waiting(ended=False)  # then the run shows it
+    assert not waiting(phase=PhaseKind.EVALUATION)
+    assert waiting(then=PhaseKind.OTHER)
+
+
+@pytest.mark.parametrize("then", [PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION])
+def test_after_a_backward_no_graph_of_the_forward_is_waited_for(then: PhaseKind) -> None:
+    assert not waiting(then=then)
+
+
+# -- what a finding shows of it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "fix", "edit"),
+    [
+        ({}, "`del out` after the last use", Edit(EditKind.DELETE, "/x/train.py:9 main", "out")),
+        ({"name": "out[0]"}, "`del out` after the last use", Edit(EditKind.DELETE, "/x/train.py:9 main", "out")),
+        ({"name": "self.out"}, "drop the tensors of `self.out` after their use", None),
+        ({"kind": "list"}, "drop the tensors of `out` after their use", None),
+        ({"source": None}, "`del out` after the last use", None),
+        (
+            {"kind": CycleKind.CTX, "name": "ctx.out -> Out"},
+            "give it to ctx.save_for_backward(...), which keeps no cycle",
+            Edit(EditKind.SAVE_FOR_BACKWARD, "/x/train.py:9 main", "out"),
+        ),
+    ],
+)
+def test_the_change_of_the_program_and_its_edit(change: dict[str, Any], fix: str, edit: Edit | None) -> None:
+    b = logits_bound()
+    b.trace.idle_holders[:] = [b.trace.idle_holders[0]._replace(**change)]
+    (finding,) = b.find()
+    assert (finding.evidence[0].text, finding.edit) == (f"fix: {fix}", edit)
+    assert finding.evidence[0].source == change.get("source", "/x/train.py:9 main")
+    assert ("train.py:9" in finding.title) == ("source" not in change)
+    assert ("garbage collector" in finding.evidence[2].text) == (change.get("kind") is CycleKind.CTX)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("largest", ["torch.load", "aten.empty"])
+def test_what_is_loaded_may_be_loaded_into_host_memory(held: bool, largest: str) -> None:
+    """If the largest tensor that is kept is of torch.load."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    loaded = b.alloc(100 * MIB, op=largest, line="train.py:5 main")
+    small = b.alloc(4 * MIB, op="torch.load", line="train.py:5 main")
+    b.use(loaded, small)
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.alloc(300 * MIB))
+    exits(b)
+    if held:
+        b.trace.idle_holders.append(OUT._replace(kind="dict", name="state", storages=(loaded, small)))
+    (finding,) = b.find()
+    is_load = largest == "torch.load"
+    assert ('map_location="cpu"' in finding.evidence[0].text) == is_load
+    assert finding.edit == (Edit(EditKind.LOAD_ON_HOST, "train.py:5 main") if is_load else None)
+
+
+def test_the_largest_kinds_of_tensors_are_shown() -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    made = [b.alloc(mib * MIB, op=f"aten.op{mib}") for mib in (20, 60, 40, 30, 30, 30)]
+    b.use(*made)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 2)
+    exits(b)
+    b.trace.idle_holders.append(OUT._replace(storages=tuple(made)))
+    (finding,) = b.find()
+    assert [all_figures(finding)[0][0], *all_figures(finding)[3:]] == [
+        "210.00 MiB",
+        ["3", "[31457280]", "uint8", "aten.op30", "train.py:1"],
+        ["1", "[62914560]", "uint8", "aten.op60", "train.py:1"],
+        ["1", "[41943040]", "uint8", "aten.op40", "train.py:1"],
+    ]
+    assert [line.num_bytes for line in finding.evidence[2:]] == [90 * MIB, 60 * MIB, 40 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "text"),
+    [
+        (PhaseKind.OTHER, None, "(x/train.py:9)"),
+        (PhaseKind.FORWARD, None, "last used in output"),
+        (PhaseKind.FORWARD, PhaseKind.EVALUATION, "last used in evaluation of step 3, micro-batch 2"),
+    ],
+)
+def test_the_last_use_is_told_by_its_stage(first: PhaseKind, then: PhaseKind | None, text: str) -> None:
+    """A phase that allocates nothing is no stage of the ledger, and what is outside of all is not named."""
+    b = UsesBuilder(first)
+    out = b.alloc(100 * MIB)
+    if then is not None:
+        b.phase(then, 3, 2)
+    b.use(out)
+    b.phase(PhaseKind.FORWARD, 4)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 4)
+    exits(b)
+    b.trace.idle_holders.append(OUT._replace(storages=(out,)))
+    (finding,) = b.find()
+    assert finding.title.endswith(text)
+
+
+def test_the_line_that_trains_is_to_free_gradients() -> None:
+    """The last call that trains, of those that were recorded."""
+
+    def edit(*calls: tuple[int, bool, int]) -> Edit | None:
+        b = UsesBuilder(PhaseKind.MODEL)
+        b.parameter("weight", 100 * MIB // 4)
+        b.phase(PhaseKind.BACKWARD)
+        gradient = b.new(100 * MIB // 4, owner=(Role.GRADIENT, "weight"))
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.use(gradient)
+        b.phase(PhaseKind.FORWARD, 2)
+        b.free(b.alloc(300 * MIB, line="train.py:3 main"))
+        b.phase(PhaseKind.ZERO_GRAD, 2)
+        b.free(gradient)
+        b.trace.forwards = [Forward(0, 1, 0, source, training, nodes, ()) for nodes, training, source in calls]
+        (finding,) = b.find()
+        assert "optimizer's step, before" in finding.evidence[0].text  # whose line is not known
+        return finding.edit
+
+    assert edit((5, True, 0), (5, True, 1), (0, True, 0), (5, False, 0)) == Edit(
+        EditKind.FREE_GRADIENTS, "train.py:3 main"
+    )
+    assert edit((0, True, 0)) is edit() is None
+
+
+@pytest.mark.parametrize(("at", "is_of_call"), [("begin", True), ("end", False)])
+def test_a_call_makes_what_is_allocated_from_its_begin_until_before_its_end(at: str, is_of_call: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    b.enter("", "Net")
+    kept = b.alloc(100 * MIB)
+    b.use(kept)
+    b.leave()
+    birth = 2
+    begin, end = {"begin": (birth, birth + 1), "end": (0, birth)}[at]
+    b.trace.forwards.append(Forward(begin, end, 0, 0, True, 5, ()))
+    b.phase(PhaseKind.FORWARD, 3)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 3)
+    (finding,) = b.find()
+    assert ("1 call of Net at train.py:1" in finding.title) == is_of_call
+    assert finding.edit == (Edit(EditKind.NO_GRADIENTS, "train.py:1 main") if is_of_call else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "by"),
+    [
+        ("main", "/x/train.py:20 main", "`main` retries (x/train.py:20)"),
+        ("<module>", "/x/train.py:20 <module>", "the script retries (x/train.py:20)"),
+        ("", None, "a library retries"),
+    ],
+)
+def test_an_except_block_is_named_by_its_function(name: str, source: str | None, by: str) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    kept = b.alloc(100 * MIB)
+    b.use(kept)
+    b.trace.error_holders.append(Holder(0, "except", name, source, False, None, (kept,), 0, 0, None))
+    b.use(b.alloc(350 * MIB))
+    (finding,) = b.find(400 * MIB)
+    assert by in finding.title
+    assert finding.edit == (None if source is None else Edit(EditKind.RETRY_AFTER_HANDLER, source, name))
+
+
+def test_an_error_in_a_variable_is_to_be_kept_as_its_text() -> None:
+    """Two variables are two findings."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    for number in (1, 2):
+        kept = b.alloc(100 * MIB)
+        b.use(kept)
+        line = f"/x/train.py:{number} main"
+        b.trace.error_holders.append(Holder(0, "", f"error{number}", line, True, None, (kept,), 0, 0, None))
+    b.use(b.alloc(350 * MIB))
+    edits = [finding.edit for finding in b.find(460 * MIB)]
+    assert edits == [Edit(EditKind.KEEP_ERROR_TEXT, f"/x/train.py:{n} main", f"error{n}") for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("second", "num_models"),
+    [
+        ({}, 2),
+        ({"shape": (25 * MIB, 1)}, 1),
+        ({"dtype": "int64"}, 1),
+        ({"line": "model.py:2 f"}, 1),
+        ({"op": "aten.ones"}, 1),
+    ],
+)
+def test_models_are_counted_by_parameters_that_are_made_alike(second: dict[str, Any], num_models: int) -> None:
+    """Parts of one model may be built and called one after another."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    for step, change in enumerate(({}, second), 1):
+        settings: dict[str, Any] = {"shape": (25 * MIB,), "op": "aten.empty", "line": "model.py:1 f"} | change
+        weight = b.new(*settings.pop("shape"), owner=(Role.PARAMETER, "weight"), **settings)
+        b.phase(PhaseKind.FORWARD, step)
+        b.use(weight)
+        b.phase(PhaseKind.MODEL)
+    b.phase(PhaseKind.EVALUATION, 3)
+    b.use(b.alloc(300 * MIB))
+    b.trace.ended_out_of_memory = True
+    assert any("2 models built one after another" in one.title for one in b.find()) == (num_models == 2)
+
+
+def test_a_model_is_used_as_long_as_one_of_its_parameters_is() -> None:
+    """Two calls follow the last use of the first, but one that of the second."""
+
+    def run(calls: int) -> list[Finding]:
+        b = UsesBuilder(PhaseKind.MODEL)
+        first, second = b.parameter("a", 150 * MIB // 4), b.parameter("b", 150 * MIB // 4)
+        b.phase(PhaseKind.FORWARD)
+        b.use(first, second)
+        b.phase(PhaseKind.FORWARD, 2)
+        b.use(second)
+        b.free(b.alloc(400 * MIB))
+        for step in range(calls):
+            b.phase(PhaseKind.FORWARD, 3 + step)
+            b.free(b.alloc(2 * MIB))
+        exits(b)
+        return b.find()
+
+    assert run(2) and not run(1)
+
+
+@pytest.mark.parametrize("role", [Role.KV_CACHE, None])
+def test_a_cache_of_keys_and_values_is_kept_by_its_variable(role: Role | None) -> None:
+    b = logits_bound()
+    if role is not None:
+        b.trace.owners[0] = Owner(role, "")
+    (finding,) = b.find()
+    assert "variable `out`" in finding.title
+
+
+def test_a_program_has_come_to_its_end_if_it_says_so() -> None:
+    b = two_models()
+    program = ProgramFacts(("train.py",), "steps", 0, 4, ())
+    b.trace.facts = dataclasses.replace(b.trace.facts, program=program)
+    assert not b.find()
+
+
+def test_state_of_a_model_that_a_cycle_keeps_is_no_model_of_its_own() -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders[:] = [CYCLE._replace(storages=(weight,))]
+    assert not any("another one was built" in finding.title for finding in b.find(400 * MIB))
+
+
+def test_what_was_computed_with_of_a_model_that_another_one_replaces() -> None:
+    """Its gradients too, but not what was never used, was used to build it, or is in host memory."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight, unused, built, host, ids = (
+        b.parameter("weight", 25 * MIB),
+        b.parameter("unused", MIB),
+        b.parameter("built", MIB),
+        b.new(MIB, device="cpu", owner=(Role.PARAMETER, "host")),
+        b.new(MIB, owner=(Role.INPUT, "")),
+    )
+    b.use(built)
+    b.phase(PhaseKind.FORWARD)
+    b.use(weight, host, ids)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(25 * MIB, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(weight, gradient)
+    b.phase(PhaseKind.MODEL)
+    b.parameter("weight", 25 * MIB)
+    b.alloc(300 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert find_replaced_models(b.context(400 * MIB)) == {weight, gradient}
+    b.trace.ended_out_of_memory = False
+    assert not find_replaced_models(b.context(400 * MIB)) and unused
+
+
+def test_gradients_that_are_there_when_memory_runs_out() -> None:
+    """What has a role is not autograd's, which may keep other tensors for a backward."""
+    b = UsesBuilder(PhaseKind.BACKWARD)
+    gradient = b.new(25 * MIB, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(gradient)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(300 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert find_idle_storages(b.context(350 * MIB)) == [gradient]
+
+
+def test_what_is_used_as_a_call_begins_was_used_before_it() -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    weight = b.parameter("weight", 100)
+    b.alloc(MIB)
+    b.use(weight)
+    begin = len(b.trace.events)
+    b.alloc(MIB)
+    b.trace.forwards.append(Forward(begin, begin + 1, 0, 0, True, 0, ()))
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert awaits_backward(b.context(), weight)  # the call itself has no graph
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_last_use_is_that_of_the_tensor_that_was_used_last(order: tuple[int, int]) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    made = [b.alloc(50 * MIB, op=f"aten.op{number}") for number in range(2)]
+    for step, number in enumerate(order, 1):
+        b.phase(PhaseKind.EVALUATION, step)
+        b.alloc(MIB)
+        b.use(made[number])
+    b.phase(PhaseKind.FORWARD, 3)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 3)
+    exits(b)
+    b.trace.idle_holders.append(OUT._replace(storages=tuple(made)))
+    (finding,) = b.find()
+    assert finding.title.endswith("of step 2")

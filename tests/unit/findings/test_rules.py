@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Context, Finding, Severity, Suggestion, find_all
+from memprof.findings.attention_scores import find_score_storages
+from memprof.findings.finding import cache_per_context
+from memprof.findings.suggestions import list_fix_names
+from memprof.findings.weight_delta import _find_matrices_per_token
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import ModuleRole, PhaseKind, Role
+from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
+from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
 
 
@@ -59,7 +64,7 @@ class TestDoesNotFit:
         assert "loss of step 1" in finding.title and "500.00 MiB" in finding.title
         died = finding.evidence[0]
         assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
-        assert finding.fixes[0] == "chunked-loss"
+        assert finding.fixes[0] == finding.suggestions[0].fix == "chunked-loss"
         assert "micro-batch" not in finding.fixes  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
@@ -230,9 +235,10 @@ class TestWeightDelta:
     def test_silent_on_maps_of_images(self) -> None:
         b = TraceBuilder()
         b.parameter("attention.weight", 256, 256)
-        b.inputs(2, 128)
-        b.new(4, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
-        b.new(4, 64, 256, 256, op="aten.silu", dtype="bfloat16")
+        b.inputs(2, 64)
+        b.new(2, 64, 256, 256, op="aten.silu", dtype="bfloat16")
+        assert of(b.context(), "weight-delta-per-token")
+        b.new(2, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
         assert not of(b.context(), "weight-delta-per-token")
 
     @pytest.mark.parametrize("module", ["block.up", "time"])
@@ -263,6 +269,38 @@ class TestWeightDelta:
         b.phase(PhaseKind.BACKWARD)
         b.new(256, 4096, 2048)
         assert not of(b.context(), "weight-delta-per-token")
+
+    @pytest.mark.parametrize(
+        ("change", "is_found"),
+        [
+            ({}, True),
+            ({"hidden": True}, False),
+            ({"owner": (Role.BUFFER, "a")}, False),
+            ({"phase": PhaseKind.MODEL}, False),
+            ({"phase": PhaseKind.BACKWARD}, True),
+            ({"vocab_size": 1024}, False),  # logits
+            ({"vocab_size": 512}, False),  # a dimension of as many words is no feature's
+            ({"shape": (1024, 512)}, False),  # the weight, cast
+            ({"shape": (64, 512, 1000)}, False),
+            ({"shape": (64, 500, 1024)}, False),
+            ({"shape": (32, 512, 1024)}, False),
+            ({"shape": (64, 512, 512)}, True),
+            ({"context_length": 512, "shape": (64, 512, 512)}, False),  # scores of as many tokens
+            ({"shape": (64, 512 * 1024)}, True),
+            ({"shape": (64, 1024 * 1024)}, False),
+            ({"shape": (1, 64 * 512, 1024)}, True),
+            ({"shape": (64, 64 * 8, 1024)}, True),
+        ],
+    )
+    def test_a_matrix_of_the_sizes_of_weights_for_each_token(self, change: dict[str, object], is_found: bool) -> None:
+        settings: dict[str, object] = {"shape": (64, 512, 1024), "phase": PhaseKind.FORWARD} | change
+        known = {name: settings.pop(name) for name in ("vocab_size", "context_length") if name in settings}
+        b = TraceBuilder()
+        b.parameter("up.weight", 1024, 512)
+        b.inputs(2, 32)
+        b.phase(settings.pop("phase"))  # type: ignore[arg-type]
+        b.new(*settings.pop("shape"), **settings)  # type: ignore[misc, arg-type]
+        assert bool(_find_matrices_per_token(b.context(**known))) == is_found  # type: ignore[arg-type]
 
 
 class TestDeviceMismatch:
@@ -299,6 +337,60 @@ class TestDeviceMismatch:
     def test_silent_without(self) -> None:
         assert not of(training(64, 100).context(), "device-mismatch")
 
+    def test_facts_of_each_operand_and_of_the_module(self) -> None:
+        b = training(64, 100)
+        b.enter("", "Net")
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4, 4), "a.py:2 f"), ("cpu", (8,), "a.py:3 f"))
+        (finding,) = of(b.context(), "device-mismatch")
+        assert figures(finding.title) == ["aten.add", "a.py:1", "0", "[8]", "float32", "a.py:3"]
+        met, first, second, error, fix = finding.evidence
+        assert met.text == "aten.add met them at a.py:1 in the model"
+        assert (met.op, met.source, met.module) == ("aten.add", "a.py:1 f", "")
+        assert figures(first.text) == ["[4 x 4]", "float32", "0", "a.py:2"]
+        assert (first.shape, first.dtype, first.device, first.source) == ((4, 4), "float32", "cuda:0", "a.py:2 f")
+        assert figures(second.text) == ["[8]", "float32", "a.py:3"] and second.module == ""
+        assert (error.op, error.source, fix.source) == ("aten.add", "a.py:1 f", "a.py:3 f")
+        assert fix.text.count("<the cuda:0 tensor>.device") == 2 and "before a.py:1" in fix.text
+        assert finding.fixes == ("device-placement",)
+
+    def test_two_gpus_need_a_move_and_no_fix_of_memprof(self) -> None:
+        b = training(64, 100)
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4,), "a.py:2 f"), ("cuda:1", (4,), "a.py:3 f"))
+        (finding,) = of(b.context(), "device-mismatch")
+        assert finding.fixes == ()
+        assert finding.evidence[-1].text == "fix: move it with .to(<the cuda:0 tensor>.device) before a.py:1"
+        assert finding.evidence[0].text == "aten.add met them at a.py:1"
+
+    def test_what_no_line_has_made_is_to_be_moved_or_registered(self) -> None:
+        b = training(64, 100)
+        b.mismatch("aten.add", "a.py:1 f", ("cuda:0", (4,), "a.py:2 f"), ("cpu", (4,), "a.py:3 f"))
+        (mismatch,) = b.trace.mismatches
+        operands = (mismatch.operands[0], mismatch.operands[1]._replace(source=NONE))
+        b.trace.mismatches[0] = mismatch._replace(operands=operands)
+        (finding,) = of(b.context(), "device-mismatch")
+        assert finding.evidence[-1].text.startswith("fix: move it with .to(<the cuda:0 tensor>.device) before a.py:1; ")
+        assert "made at an unknown line" in finding.evidence[2].text and finding.evidence[-1].source == "a.py:1 f"
+
+    @pytest.mark.parametrize(
+        ("change", "num_findings"),
+        [
+            ({}, 1),
+            ({"shape": (8,)}, 1),  # of another size
+            ({"shape": (4, 4)}, 2),
+            ({"made": "a.py:9 f"}, 2),
+            ({"op": "aten.mul"}, 2),
+            ({"line": "a.py:9 f"}, 2),
+            ({"device": "cuda:1"}, 2),
+        ],
+    )
+    def test_mismatches_that_are_alike_are_one(self, change: dict[str, object], num_findings: int) -> None:
+        b = training(64, 100)
+        own = {"op": "aten.add", "line": "a.py:1 f", "device": "cpu", "shape": (4,), "made": "a.py:3 f"}
+        for one in (own, own | change):
+            operand = (one["device"], one["shape"], one["made"])
+            b.mismatch(one["op"], one["line"], ("cuda:0", (4,), "a.py:2 f"), operand)  # type: ignore[arg-type]
+        assert len(of(b.context(), "device-mismatch")) == num_findings
+
 
 class TestAttentionScores:
     @staticmethod
@@ -318,7 +410,7 @@ class TestAttentionScores:
         # Four softmax outputs stay; beside them the product of the last layer and the mask.
         assert finding.num_bytes == 5 * 64 * MIB + MIB
         assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
-        assert finding.fixes == ("sdpa-attention",)
+        assert finding.fixes == ("sdpa-attention",) == list_fix_names(finding.suggestions)
 
     def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
         b = training(1024, 100)
@@ -370,6 +462,186 @@ class TestAttentionScores:
             b.new(1, 1, 4096, 4096, op="aten.where", line="mask.py:1 mask")
         (finding,) = of(b.context(context_length=4096), "attention-scores")
         assert "Attention masks" in finding.title
+
+
+LENGTH = 512
+
+
+class TestScoreStorages:
+    """Which tensors are scores, and which are masks: 512 tokens in sequences of two."""
+
+    @staticmethod
+    def labels(*made: tuple[object, ...], inputs: bool = True, **known: object) -> list[str | None]:
+        """The labels of tensors, each given as (operator, data type, shape...)."""
+        b = TraceBuilder()
+        if inputs:
+            b.inputs(2, LENGTH)
+        else:
+            b.phase(PhaseKind.FORWARD)
+        indices = [b.new(*shape, op=f"aten.{op}", dtype=str(dtype)) for op, dtype, *shape in made]  # type: ignore[misc]
+        found = find_score_storages(b.context(**known))  # type: ignore[arg-type]
+        return [found.get(index) for index in indices]
+
+    @pytest.mark.parametrize(
+        ("op", "shape", "is_score"),
+        [
+            ("_softmax", (2, 4, LENGTH, LENGTH), True),
+            ("_safe_softmax", (2, 4, LENGTH, LENGTH), True),
+            ("_log_softmax", (2, 4, LENGTH, LENGTH), False),
+            ("_softmax_backward_data", (2, 4, LENGTH, LENGTH), False),
+            ("_attention_softmax", (2, 4, LENGTH, LENGTH), False),
+            ("mul", (2, 4, LENGTH, LENGTH), False),
+            ("_softmax", (2, 4, 300, LENGTH), True),  # as many keys as tokens
+            ("_softmax", (2, 4, LENGTH, 300), False),
+            ("_softmax", (2, 4, 300, 300), True),  # as many queries as keys
+            ("_softmax", (2, 4, 256, 256), True),
+            ("_softmax", (2, 4, 255, 255), False),
+            ("_softmax", (2, 4, 255, LENGTH), False),
+            ("_softmax", (LENGTH, LENGTH), False),
+        ],
+    )
+    def test_a_softmax_over_keys(self, op: str, shape: tuple[int, ...], is_score: bool) -> None:
+        assert self.labels((op, "float32", *shape)) == (["scores"] if is_score else [None])
+
+    def test_what_has_as_many_numbers_as_a_softmax_is_of_it(self) -> None:
+        labels = self.labels(
+            ("_softmax", "float32", 2, 4, LENGTH, LENGTH),
+            ("bmm", "float32", 8, LENGTH, LENGTH),
+            ("bmm", "float32", 4, LENGTH, LENGTH),
+            ("add", "float32", 2, 4, LENGTH, LENGTH),
+            ("add", "float32", 2, 4 * LENGTH, LENGTH),
+            ("le", "bool", 2, 4, LENGTH, LENGTH),
+        )
+        assert labels == ["scores", "scores", None, "scores", None, "mask"]
+
+    def test_the_title_has_queries_and_keys_of_the_largest(self) -> None:
+        b = TraceBuilder()
+        b.inputs(2, LENGTH)
+        for _ in range(2):
+            b.new(8, 300, LENGTH, op="aten._softmax")
+        b.new(1, 300, 300, op="aten._softmax")
+        (finding,) = of(b.context(), "attention-scores")
+        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built: 3 tensors,")
+
+    @pytest.mark.parametrize(
+        ("change", "is_score"),
+        [
+            ({}, True),
+            ({"hidden": True}, False),
+            ({"owner": (Role.BUFFER, "a")}, False),
+            ({"phase": PhaseKind.MODEL}, False),
+        ],
+    )
+    def test_scores_are_computed_in_a_pass_and_are_of_nobody(self, change: dict[str, object], is_score: bool) -> None:
+        b = TraceBuilder()
+        b.inputs(2, LENGTH)
+        b.phase(change.pop("phase", PhaseKind.FORWARD))  # type: ignore[arg-type]
+        b.new(2, 4, LENGTH, LENGTH, op="aten._softmax", **change)  # type: ignore[arg-type]
+        assert bool(find_score_storages(b.context())) == is_score
+
+    @pytest.mark.parametrize(("length", "is_score"), [(256, True), (255, False)])
+    def test_a_context_from_256_tokens_on_has_scores(self, length: int, is_score: bool) -> None:
+        """Of as many keys, and more queries."""
+        made = ("_softmax", "float32", 2, 4, 300, length)
+        assert self.labels(made, inputs=False, context_length=length) == ["scores" if is_score else None]
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "is_image"),
+        [
+            ((2, 3, LENGTH, LENGTH), "float32", True),
+            ((2, 3, LENGTH, LENGTH), "bool", False),
+            ((3, LENGTH, LENGTH), "float32", False),
+        ],
+    )
+    def test_images_that_are_given_to_a_model(self, shape: tuple[int, ...], dtype: str, is_image: bool) -> None:
+        """A softmax over their columns is none over keys."""
+        b = TraceBuilder()
+        b.phase(PhaseKind.INPUTS)
+        b.new(*shape, dtype=dtype)
+        b.phase(PhaseKind.FORWARD)
+        b.new(2, 4, LENGTH, LENGTH, op="aten._softmax")
+        assert bool(find_score_storages(b.context())) is not is_image
+
+    @pytest.mark.parametrize("change", [{"hidden": True}, {"phase": PhaseKind.OPTIMIZER_STEP}])
+    def test_a_product_that_makes_scores_is_computed_in_a_pass(self, change: dict[str, object]) -> None:
+        """Beside a linear layer as wide as the keys are many, a softmax alone tells nothing."""
+        for is_product in (True, False):
+            b = TraceBuilder()
+            b.inputs(2, LENGTH)
+            b.new(2, 4, LENGTH, LENGTH, op="aten._softmax")
+            b.new(64, LENGTH, op="aten.mm")
+            settings: dict[str, object] = {} if is_product else dict(change)
+            b.phase(settings.pop("phase", PhaseKind.FORWARD))  # type: ignore[arg-type]
+            b.new(2, 4, LENGTH * LENGTH, op="aten.mm", **settings)  # type: ignore[arg-type]
+            assert bool(find_score_storages(b.context())) == is_product
+
+    def test_features_of_as_many_as_tokens_in_each_sequence_are_no_scores(self) -> None:
+        """[2 x 512 x 512] may be features of two sequences, unless a softmax makes it."""
+        labels = self.labels(
+            ("_softmax", "float32", 2, LENGTH, LENGTH),
+            ("mul", "float32", 2, LENGTH, LENGTH),
+            ("mul", "float32", 1, 2, LENGTH, LENGTH),
+        )
+        assert labels == ["scores", None, "scores"]
+
+    def test_a_vocabulary_of_as_many_words_has_no_scores(self) -> None:
+        made = ("_softmax", "float32", 2, 4, LENGTH, LENGTH)
+        assert self.labels(made, vocab_size=LENGTH) == [None] and self.labels(made, vocab_size=100) == ["scores"]
+
+    def test_lengths_are_those_of_the_inputs_or_of_the_context(self) -> None:
+        made = ("_softmax", "float32", 2, 4, 300, LENGTH)
+        assert self.labels(made, inputs=False) == [None]
+        assert self.labels(made, inputs=False, context_length=LENGTH) == ["scores"]
+
+    @pytest.mark.parametrize("has_product", [False, True])
+    @pytest.mark.parametrize(
+        "other",
+        [
+            ("mm", "float32", 64, LENGTH),  # a linear layer
+            ("addmm", "float32", 64, LENGTH),
+            ("convolution", "float32", 1, 3, LENGTH, LENGTH),
+            ("upsample_nearest2d", "float32", 1, 3, LENGTH, LENGTH),
+            ("grid_sampler_2d", "float32", 1, 3, LENGTH, LENGTH),
+        ],
+    )
+    def test_widths_and_images_of_this_size_need_a_product(self, has_product: bool, other: tuple[object, ...]) -> None:
+        """Such as a cat, which is no linear layer's."""
+        made = [("_softmax", "float32", 2, 4, LENGTH, LENGTH), other]
+        if has_product:
+            made.append(("cat", "float32", 2, 4, LENGTH, LENGTH))
+        assert self.labels(*made)[0] == ("scores" if has_product else None)
+
+    @pytest.mark.parametrize(
+        ("op", "dtype", "shape", "is_mask"),
+        [
+            ("le", "bool", (2, 1, LENGTH, LENGTH), True),
+            ("le", "uint8", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int64", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int32", (2, 4, LENGTH, LENGTH), True),
+            ("le", "int8", (2, 4, LENGTH, LENGTH), True),
+            ("where", "float32", (2, 1, LENGTH, LENGTH), True),
+            ("where", "float32", (2, 4, LENGTH, LENGTH), False),  # as many as heads
+            ("bmm", "float32", (2, 1, LENGTH, LENGTH), False),
+            ("where", "float32", (1, LENGTH, LENGTH), False),
+            ("le", "bool", (1, LENGTH, LENGTH), False),  # without a head, nothing tells
+            ("le", "bool", (2, 1, 300, LENGTH), False),  # no length of the inputs
+            ("le", "bool", (2, 1, LENGTH, 300), False),
+        ],
+    )
+    def test_masks_are_of_the_lengths_of_the_inputs(
+        self, op: str, dtype: str, shape: tuple[int, ...], is_mask: bool
+    ) -> None:
+        assert self.labels((op, dtype, *shape)) == ["mask" if is_mask else None]
+
+    def test_masks_have_the_queries_and_keys_of_scores(self) -> None:
+        labels = self.labels(
+            ("_softmax", "float32", 2, 4, 300, 300),
+            ("le", "bool", 1, 300, 300),
+            ("le", "bool", 1, 300, 301),
+            ("where", "float32", 1, 1, 300, 300),
+            ("_softmax", "float32", 2, 1, 300, 300),
+        )
+        assert labels == ["scores", "mask", None, "mask", "scores"]
 
 
 class TestUpcast:
@@ -425,6 +697,7 @@ class TestOptimizer:
         b.free(*roots)
         (finding,) = of(b.context(), "optimizer-step-temporaries")
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
+        assert list_fix_names(finding.suggestions) == finding.fixes
 
     def test_silent_on_little(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")
@@ -549,4 +822,31 @@ def test_what_is_free_in_pieces_follows_what_is_kept(is_cause: bool, monkeypatch
     monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [pieces], 2: lambda _: [kept]})
     b = TraceBuilder()
     b.new(1)
-    assert find_all(b.context())[0].id == ("idle-memory" if is_cause else "fragmentation")
+    first, second = find_all(b.context())
+    assert first.id == ("idle-memory" if is_cause else "fragmentation")
+    assert first.is_decisive and not second.is_decisive
+
+
+def test_a_search_asks_only_the_rules_that_guide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {order: Finding(str(order), Severity.NOTE, "", None, (), ()) for order in (3, 1, 2)}
+    rules = {order: lambda _, own=finding: [own] for order, finding in made.items()}
+    monkeypatch.setattr("memprof.findings.rules.RULES", rules)
+    monkeypatch.setattr("memprof.findings.rules.SEARCH_RULES", {3, 2})
+    b = TraceBuilder()
+    b.new(1)
+    assert [one.id for one in find_all(b.context())] == ["1", "2", "3"]
+    assert [one.id for one in find_all(b.context(), for_search=True)] == ["2", "3"]
+
+
+def test_results_are_computed_once_for_a_context() -> None:
+    asked = []
+
+    @cache_per_context
+    def count(context: Context) -> int:
+        asked.append(context)
+        return len(asked)
+
+    b = TraceBuilder()
+    b.new(1)
+    first, second = b.context(), b.context()
+    assert [count(first), count(first), count(second), count(first)] == [1, 1, 2, 1]

@@ -42,3 +42,46 @@ def test_what_is_not_known_is_left_out() -> None:
     (finding,) = find(context(Failure(FailureKind.CUSTOM_KERNEL, "backward", "E", "m", None, None, None, None)))
     assert "a custom kernel" in finding.title and "None" not in finding.title
     assert not any("None" in evidence.text for evidence in finding.evidence)
+
+
+FAILURE = Failure(
+    FailureKind.ERROR, "forward of step 1", "OSError", "it broke", "lib.op", "layers.3", "/a/m.py:7 f", None
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "source", "fix"),
+    [
+        ({}, "simulated", "mend this line if the program is at fault"),
+        ({}, "measured", "mend this line: it was a real device"),
+        ({"hint": "do this"}, "measured", "do this"),
+        ({"kind": FailureKind.GAP}, "measured", "leave the operation out here"),
+    ],
+)
+def test_the_fix_is_the_hint_or_that_of_the_kind(change: dict[str, object], source: str, fix: str) -> None:
+    failed = context(FAILURE._replace(**change))
+    failed.ledger.trace.source = source
+    (finding,) = find(failed)
+    assert finding.evidence[-2].text.startswith(f"fix: {fix}")
+    for line in finding.evidence[:-1]:
+        assert (line.module, line.op, line.source) == ("layers.3", "lib.op", "/a/m.py:7 f")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (FailureKind.REFUSED, "what the program does on a real GPU from there on"),
+        (FailureKind.ERROR, "everything above the findings is the run up to here"),
+    ],
+)
+def test_what_is_not_counted(kind: FailureKind, what: str) -> None:
+    (finding,) = find(context(FAILURE._replace(kind=kind)))
+    assert finding.evidence[-1].text.startswith(what)
+
+
+def test_a_failure_in_the_model_itself_has_no_name_in_the_title() -> None:
+    (finding,) = find(context(FAILURE._replace(module="")))
+    assert finding.title == "The run stops in forward of step 1, at a/m.py:7: OSError"
+    assert finding.evidence[1].text == "raised at /a/m.py:7 f in module the model itself"
+    (finding,) = find(context(FAILURE._replace(module=None)))
+    assert finding.evidence[1].text == "raised at /a/m.py:7 f"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memprof.allocator import GpuMemory, replay_on_gpu
 from memprof.findings import Context, Severity
 from memprof.findings.streams import find
 from memprof.ledger.ledger import build_ledger
-from memprof.ledger.streams import StreamMemory
+from memprof.ledger.streams import StreamMemory, StreamShare
 from memprof.report.terminal.bridge import render_streams
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import to_text
 from tests.unit.allocator.traces import MIB, StreamScript
+from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
 
 
@@ -34,7 +37,11 @@ def test_what_several_streams_cost() -> None:
     assert (finding.id, finding.severity, finding.num_bytes) == ("streams", Severity.NOTE, 500 * MIB)
     assert finding.title.startswith("Streams: 500.00 MiB of the 1.07 GiB reserved (45%) would not be on one stream")
     evaluated, side, default = finding.evidence
-    assert evaluated.num_bytes == 500 * MIB and "the run reserves 600.00 MiB" in evaluated.text
+    assert (
+        "fits" not in evaluated.text
+        and evaluated.num_bytes == 500 * MIB
+        and "the run reserves 600.00 MiB" in evaluated.text
+    )
     assert side.text.startswith("stream 3: 600.00 MiB reserved, 600.00 MiB of it free; its largest tensor is")
     assert default.text.startswith("the default stream: 500.00 MiB reserved, 0 bytes of it free")
 
@@ -76,3 +83,35 @@ def test_the_table_has_both_bounds() -> None:
     assert "602.00 MiB by memprof's rule, 602.00 MiB if it is free at once, 1.17 GiB if only once" in " ".join(
         text.split()
     )
+
+
+def test_the_streams_with_the_most_and_the_largest_tensor_of_each() -> None:
+    """Of five, four are shown; stream 1 has two tensors, the smaller of which comes last."""
+    made = StreamScript()
+    made.trace.sources.append("train.py:7 step")
+    made.free(made.alloc(1000 * MIB, stream=5))
+    for number in range(1, 5):
+        made.alloc(number * 40 * MIB, stream=number)
+    made.alloc(2 * MIB, stream=4)
+    made.alloc(600 * MIB)
+    (finding,) = find(context(made))
+    assert [line.num_bytes for line in finding.evidence[1:]] == [1000 * MIB, 600 * MIB, 180 * MIB, 120 * MIB]
+    assert f"[{160 * MIB}]" in finding.evidence[3].text and finding.evidence[3].text.startswith("stream 4: 180.00 MiB")
+
+
+def test_what_waits_for_other_streams_is_told_and_a_stream_may_have_no_tensor() -> None:
+    made = script()
+    shares = (
+        StreamShare(0, 500 * MIB, 300 * MIB, 0, 200 * MIB),
+        StreamShare(9, 600 * MIB, 100 * MIB, 70 * MIB, 430 * MIB),
+    )
+    memory = StreamMemory(shares, 1100 * MIB, 700 * MIB, None, None)
+    ledger = build_ledger(made.trace, replay_on_gpu(made.trace, None))
+    (finding,) = find(Context(ledger=ledger, usable_bytes=None, streams=memory))
+    assert all_figures(finding)[0] == ["400.00 MiB", "1.07 GiB", "36%"]
+    waiting, default = finding.evidence[1:]
+    assert figures(waiting.text) == ["9", "600.00 MiB", "430.00 MiB", "70.00 MiB"]
+    assert figures(default.text) == ["500.00 MiB", "200.00 MiB", "[524288000]", "uint8", "aten.empty", "train.py:1"]
+    assert (waiting.num_bytes, waiting.source) == (600 * MIB, None)
+    assert (default.num_bytes, default.source) == (500 * MIB, "train.py:1 main")
+    assert not find(Context(ledger=ledger, usable_bytes=None, streams=dataclasses.replace(memory, streams=shares[:1])))

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 import memprof.findings.proposals
-from memprof.allocator import GpuMemory, replay_on_gpu
-from memprof.findings import Context, Suggestion, rules
-from memprof.findings.suggestions import PROPOSAL_RULES, Proposal, proposes, suggest, suggest_against
+from memprof.allocator import GpuMemory, parse_config, replay_in_host_memory, replay_on_gpu
+from memprof.findings import Context, Suggestion, rules, suggestions
+from memprof.findings.finding import RULES as RULES_OF_FINDINGS
+from memprof.findings.finding import SEARCH_RULES
+from memprof.findings.suggestions import (
+    PROPOSAL_RULES,
+    Proposal,
+    list_fix_names,
+    proposes,
+    suggest,
+    suggest_against,
+)
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import resize
 from memprof.spec import Mode, TargetSpec
@@ -31,6 +40,7 @@ def large_logits() -> TraceBuilder:
 
 def recommended(identifier: str, b: TraceBuilder | None = None, **known: object) -> tuple[str, ...]:
     (finding,) = of((b or large_logits()).context(4000 * MIB, vocab_size=50000, **known), identifier)
+    assert list_fix_names(finding.suggestions) == finding.fixes
     return finding.fixes
 
 
@@ -73,6 +83,48 @@ def test_checkpointing_that_is_on() -> None:
     assert asked(activation_checkpointing=True) == ("micro-batch",)
     assert asked(fixes=("activation-checkpointing",)) == ("micro-batch",)
     assert asked(fixes=("cpu-offload-weights",)) == ("micro-batch",)  # it runs layers again itself
+
+
+LOSS, SCORES, STEP = "logits-explosion", "attention-scores", "optimizer-step-temporaries"
+RULES = [  # the cheapest first
+    ("segments", "propose", "expandable-segments", ()),
+    ("attention", "propose", "sdpa-attention", (SCORES,)),
+    ("data_parallel", "propose", None, ()),
+    ("chunked_loss", "propose", "chunked-loss", (LOSS,)),
+    ("copies", "propose", None, ()),
+    ("optimizer", "propose_fused", "fused-optimizer", (STEP,)),
+    ("vmap", "propose", None, ()),
+    ("gradients", "propose", None, ()),
+    ("sparse", "propose", None, ()),
+    ("messages", "propose", None, ()),
+    ("sparse", "propose_rows", None, ()),
+    ("pairs", "propose", None, ()),
+    ("checkpointing", "propose", "activation-checkpointing", ()),
+    ("autocast", "propose", "amp-bfloat16", ()),
+    ("optimizer", "propose_8_bit", "8-bit-optimizer", ("float32-optimizer-state", STEP)),
+    ("optimizer", "propose_on_host", "cpu-offload-optimizer", ()),
+    ("host_memory", "propose", None, ()),
+    ("micro_batch", "propose", "micro-batch", (LOSS, SCORES)),
+    ("weights", "propose_bfloat16", "bfloat16", ()),
+    ("weights", "propose_lora", "lora", ()),
+    ("weights", "propose_on_host", "cpu-offload-weights", ()),
+]
+
+
+def test_rules_of_proposals_make_their_fix_for_their_findings() -> None:
+    rules.import_rules()
+    made = {
+        (rule.propose.__module__.rpartition(".")[2], rule.propose.__name__): (order, rule.fix, rule.findings)
+        for order, rule in PROPOSAL_RULES.items()
+    }
+    known = [made[module, name] for module, name, _, _ in RULES]
+    assert [(fix, findings) for _, fix, findings in known] == [(fix, findings) for _, _, fix, findings in RULES]
+    assert known == sorted(known)
+
+
+def test_mismatches_and_matrices_of_tokens_guide_a_search() -> None:
+    guiding = {RULES_OF_FINDINGS[order].__module__.rpartition(".")[2] for order in SEARCH_RULES}
+    assert {"device_mismatch", "weight_delta"} <= guiding
 
 
 # -- proposals, by hand ----------------------------------------------------------------------------------------------
@@ -206,6 +258,97 @@ def test_a_finding_shows_its_own(alone: None) -> None:
     b = two_tensors()
     b.trace.updates_parameters_manually = True  # there is no optimizer to replace
     assert not suggest_against(b.context(), "toy")
+
+
+def offer(order: int, index: int, num_bytes: int, **fields: object) -> None:
+    """A rule for the fix `micro-batch`, whose proposal has the `fields` too."""
+
+    @proposes(order, fix="micro-batch")
+    def propose(context: Context) -> Iterator[Proposal]:
+        yield Proposal(resize(context.ledger.trace, {index: num_bytes}), **fields)
+
+
+def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alone: None) -> None:
+    offer(1, 0, 0, value=4)
+    offer(2, 0, 0)
+    offer(3, 0, 0, change="rows at a time", value=4)
+    found = suggest(two_tensors().context(450 * MIB))
+    assert [one.fix for one in found] == ["micro-batch=4", "micro-batch", None]
+    assert texts(found) == ["micro-batch=4", "micro-batch", "rows at a time"]
+    assert list_fix_names(found) == ("micro-batch", "micro-batch")
+
+
+def test_what_saves_enough_and_does_not_fit_says_so(alone: None) -> None:
+    shrink(1, 0, 400 * MIB)
+    (found,) = suggest(two_tensors().context(700 * MIB))
+    assert found.text == "number 1: needs 800.00 MiB instead of 1,000.00 MiB, and does not fit yet"
+    (found,) = suggest(two_tensors().context(2000 * MIB))
+    assert found.text == "number 1: needs 800.00 MiB instead of 1,000.00 MiB" and found.fits
+    (found,) = suggest(two_tensors().context())
+    assert found.fits is None
+
+
+def test_the_estimate_takes_the_share_of_segments_that_the_run_has(alone: None) -> None:
+    """400 MiB of segments are free at the peak of 600: what takes 60 MiB less is taken to need 100 less."""
+    b = TraceBuilder()
+    b.free(b.alloc(400 * MIB))
+    b.alloc(600 * MIB)
+    context = b.context(900 * MIB)
+    shrink(1, 1, 540 * MIB)
+    (candidate,) = suggestions._list_candidates(context)
+    assert (candidate.required_bytes, candidate.fits) == (900 * MIB, True)
+    PROPOSAL_RULES.clear()
+    shrink(1, 1, 541 * MIB)
+    (candidate,) = suggestions._list_candidates(b.context(900 * MIB))
+    assert candidate.required_bytes > 900 * MIB and not candidate.fits
+
+
+def test_expandable_segments_are_taken_to_waste_nothing(alone: None) -> None:
+    b = TraceBuilder()
+    b.free(b.alloc(400 * MIB))
+    b.alloc(600 * MIB)
+
+    @proposes(1, fix="expandable-segments")
+    def propose(context: Context) -> Iterator[Proposal]:
+        config = parse_config("expandable_segments:True")
+        yield Proposal(context.ledger.trace, config=config)
+
+    (candidate,) = suggestions._list_candidates(b.context(900 * MIB))
+    assert candidate.required_bytes == 600 * MIB
+    (found,) = suggest(b.context(900 * MIB))
+    assert (found.required_bytes, found.num_bytes, found.fits) == (600 * MIB, 400 * MIB, True)
+
+
+def test_a_tensor_as_large_as_the_gpu_is_helped_by_what_frees_others(alone: None) -> None:
+    shrink(1, 0, 0)
+    assert suggest(two_tensors(400, 600).context(600 * MIB)) and not suggest(two_tensors(400, 600).context(598 * MIB))
+
+
+def test_what_was_refused_takes_nothing(alone: None) -> None:
+    """The program has caught the error of the 900 MiB, and done without."""
+    b = two_tensors()
+    refused = b.alloc(900 * MIB)
+    b.free(refused)
+    b.trace.refused.append(refused)
+    shrink(1, 0, 0)
+    (found,) = suggest(b.context(1100 * MIB))
+    assert (found.required_bytes, found.num_bytes) == (400 * MIB, 600 * MIB)
+
+
+def test_a_run_on_the_cpu_is_replayed_in_host_memory(alone: None) -> None:
+    """There each tensor takes its own size, and no GPU is there to fit."""
+    b = two_tensors()
+    context = Context(build_ledger(b.trace, replay_in_host_memory(b.trace)), None)
+    shrink(1, 0, MIB)
+    (found,) = suggest(context)
+    assert (found.required_bytes, found.fits) == (401 * MIB, None)
+
+
+def test_the_suggestions_of_a_finding_are_in_the_order_of_their_rules(alone: None) -> None:
+    for order, mib in ((3, 0), (1, 300), (2, 100)):
+        shrink(order, 0, mib * MIB, findings=("toy",))
+    shrink(4, 0, 0)
+    assert texts(suggest_against(two_tensors().context(), "toy")) == ["number 1", "number 2", "number 3"]
 
 
 def test_a_new_file_is_a_new_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,17 @@ from memprof.findings import (
     state_not_sharded,
     streams,
     unattributed,
+    unsharded_group,
     upcast,
     vocabulary,
+    weight_cache,
     weight_delta,
 )
 from memprof.findings.finding import Context, Finding
 from memprof.findings.groups import is_large
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.streams import StreamMemory
-from memprof.trace.events import Caller, GraphBreak, PhaseKind, Role
+from memprof.trace.events import AUTOCAST_KIND, Caller, Forward, GraphBreak, Holder, PhaseKind, Role
 from memprof.trace.facts import ShardedGroup
 from memprof.units import GIB, KIB, MIB
 from tests.unit.allocator.traces import StreamScript
@@ -115,7 +117,15 @@ def test_streams_cost_at_least_both(free_mib: int, used_mib: int, is_told: bool)
 
 
 @pytest.mark.parametrize(
-    ("rows", "requested", "is_told"), [(1024, 1000, False), (1025, 1000, True), (1024, 1024, False), (1025, 1024, True)]
+    ("rows", "requested", "is_told"),
+    [
+        (1024, 1000, False),
+        (1025, 1000, True),
+        (1024, 1024, False),
+        (1025, 1024, True),
+        (1152, 1025, False),
+        (1153, 1025, True),
+    ],
 )
 def test_a_vocabulary_may_be_padded_to_a_multiple_of_128(rows: int, requested: int, is_told: bool) -> None:
     b = TraceBuilder()
@@ -194,6 +204,11 @@ def test_sharded_groups_save_at_least_both(saved_mib: int, peak_mib: int, is_tol
     assert is_large(beside(peak_mib * MIB).context(), saved_mib * MIB) == is_told
 
 
+def test_sharded_groups_save_no_byte_less() -> None:
+    context = beside(100 * MIB).context()
+    assert is_large(context, 64 * MIB) and not is_large(context, 64 * MIB - 1)
+
+
 @pytest.mark.parametrize(("other_mib", "is_told"), [(1802, False), (1800, True)])
 def test_whole_optimizer_state_is_told_from_a_twentieth_that_can_be_saved(other_mib: int, is_told: bool) -> None:
     """State of 200 MiB of two equal parameters, of which each of two ranks could have one."""
@@ -229,6 +244,85 @@ def test_fragmentation_is_at_least_both(free_mib: int, used_mib: int, is_told: b
     assert bytes_of(fragmentation.find, b.context()) == [free_mib * MIB] * is_told
 
 
+@pytest.mark.parametrize(("kept_mib", "is_told"), [(64, True), (62, False)])
+def test_copies_by_autocast_save_at_least_64_mib(kept_mib: int, is_told: bool) -> None:
+    """One of two may stay."""
+    b = TraceBuilder()
+    b.enter("", "Net")
+    b.leave()
+    copies = tuple(b.new(kept_mib * MIB // 2, dtype="float16", op="aten._to_copy") for _ in range(2))
+    end = len(b.trace.events)
+    b.trace.forwards += [Forward(end - number, end, 0, -1, False, 0, ()) for number in (2, 1)]
+    b.trace.idle_holders.append(Holder(end, AUTOCAST_KIND, "", "a.py:1 f", True, None, copies, 0, 0, None))
+    assert bool(weight_cache.find(b.context())) == is_told
+
+
+@pytest.mark.parametrize(("buffer_mib", "saved_mib"), [(180, 90), (178, None)])
+def test_a_buffer_of_nine_tenths_of_a_group_is_for_all_of_it(buffer_mib: int, saved_mib: int | None) -> None:
+    """Four layers of 50 MiB, two of which would be whole at once."""
+    b = TraceBuilder()
+    names = tuple(f"layers.{number}.weight" for number in range(4))
+    shapes = ((50 * MIB // 4,),) * 4
+    b.new(1, owner=(Role.UNSHARDED, names[0]))
+    b.new(buffer_mib * MIB // 4, owner=(Role.COMMUNICATION, "all-gather"))
+    b.trace.facts = dataclasses.replace(
+        b.trace.facts, groups=(ShardedGroup("fully_shard", "", 2, names, shapes, "float32"),)
+    )
+    told = bytes_of(unsharded_group.find, b.context())
+    assert told == ([] if saved_mib is None else [saved_mib * MIB])
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_mib"),
+    [("all-gather", 100), ("reduce-scatter", 100), ("", 100), ("gradient bucket", None)],
+)
+def test_buffers_of_a_whole_group_by_their_purpose(kind: str, saved_mib: int | None) -> None:
+    b = TraceBuilder()
+    names = tuple(f"layers.{number}.weight" for number in range(4))
+    b.new(1, owner=(Role.UNSHARDED, names[0]))
+    b.new(200 * MIB // 4, owner=(Role.COMMUNICATION, kind))
+    group = ShardedGroup("fully_shard", "", 2, names, ((50 * MIB // 4,),) * 4, "float32")
+    b.trace.facts = dataclasses.replace(b.trace.facts, groups=(group,))
+    told = bytes_of(unsharded_group.find, b.context())
+    assert told == ([] if saved_mib is None else [saved_mib * MIB])
+
+
+@pytest.mark.parametrize(
+    ("phase", "owner", "path", "shape", "hidden", "is_saved"),
+    [
+        (PhaseKind.BACKWARD, None, "layers.3", (80 * MIB // 4,), False, True),
+        (PhaseKind.BACKWARD, (Role.GRADIENT, "a"), "layers.3", (80 * MIB // 4,), False, True),
+        (PhaseKind.BACKWARD, (Role.BUFFER, "a"), "layers.3", (80 * MIB // 4,), False, False),
+        (PhaseKind.BACKWARD, None, "layers.0", (80 * MIB // 4,), False, False),  # one of two that may be whole
+        (PhaseKind.BACKWARD, None, None, (80 * MIB // 4,), False, False),
+        (PhaseKind.BACKWARD, None, "layers.3", (80 * MIB // 4,), True, False),
+        (PhaseKind.FORWARD, None, "layers.3", (80 * MIB // 4,), False, False),
+        (PhaseKind.BACKWARD, None, None, (320 * MIB // 4,), False, True),  # a flat one of all
+        (PhaseKind.BACKWARD, None, None, (320, MIB // 4), False, False),
+        (PhaseKind.BACKWARD, None, None, (286 * MIB // 4,), False, False),
+    ],
+)
+def test_gradients_of_a_whole_group(
+    phase: PhaseKind,
+    owner: tuple[Role, str] | None,
+    path: str | None,
+    shape: tuple[int, ...],
+    hidden: bool,
+    is_saved: bool,
+) -> None:
+    """Of four layers of 80 MiB, those that come first may be whole."""
+    b = TraceBuilder()
+    names = tuple(f"layers.{number}.weight" for number in range(4))
+    b.new(1, owner=(Role.UNSHARDED, names[0]))
+    b.phase(phase)
+    if path is not None:
+        b.enter(path)
+    b.new(*shape, owner=owner, hidden=hidden)
+    group = ShardedGroup("fully_shard", "", 2, names, ((80 * MIB // 4,),) * 4, "float32")
+    b.trace.facts = dataclasses.replace(b.trace.facts, groups=(group,))
+    assert bool(unsharded_group.find(b.context())) == is_saved
+
+
 @pytest.mark.parametrize(("small_mib", "is_named"), [(98, False), (100, True)])
 def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_named: bool) -> None:
     b = beside((2000 - small_mib) * MIB)
@@ -246,6 +340,7 @@ def test_a_category_from_a_twentieth_of_the_peak_is_named(small_mib: int, is_nam
         ([50, 50], 800, ["2 x 50.00 MiB"]),
         ([98], 98, []),
         ([98], 96, ["98.00 MiB"]),
+        ([30, 30, 30, 50], 40, ["50.00 MiB"]),
         ([98, 102, 104, 106], 40, ["106.00 MiB", "104.00 MiB", "102.00 MiB"]),
     ],
 )

@@ -1,0 +1,339 @@
+"""What calls of a model without a backward leave, in hand-written traces: each size is worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Finding, Severity, calls, evaluation_accumulates, evaluation_with_gradients
+from memprof.findings.edits import Edit, EditKind
+from memprof.trace.events import NONE, Forward, Holder, Owner, PhaseKind, Role
+from memprof.units import KIB, MIB
+from tests.unit.findings.figures import all_figures, figures
+from tests.unit.traces import TraceBuilder
+
+OUTPUTS = Holder(0, "list", "outputs", "/x/eval.py:9 main", True, None, (), 0, 0, 40)
+CALL = "eval.py:5 main"
+
+
+class EvaluationBuilder(TraceBuilder):
+    """Builds a trace with calls: `call` makes tensors inside a module, of which the first is its output."""
+
+    def call(
+        self,
+        *sizes: int,
+        nodes: int = 0,
+        training: bool = False,
+        path: str = "",
+        line: str = CALL,
+        num_outputs: int = 1,
+    ) -> list[int]:
+        begin = len(self.trace.events)
+        self.enter(path, "Net")
+        made = [self.alloc(size, op=f"aten.op{n}", line="model.py:3 forward") for n, size in enumerate(sizes)]
+        module = self.trace.modules.index(self.trace.modules[self._calls[-1]])
+        self.leave()
+        source = self._index(self.trace.sources, line)
+        outputs = tuple(made[:num_outputs])
+        self.trace.forwards.append(Forward(begin, len(self.trace.events), module, source, training, nodes, outputs))
+        return made
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def accumulated(num_bytes: int = 2 * MIB, number: int = 5, **settings: object) -> EvaluationBuilder:
+    """Calls whose outputs stay; each frees a tensor of 4 MiB as it ends."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(number):
+        b.free(b.call(num_bytes, 4 * MIB, **settings)[1])  # type: ignore[arg-type]
+    return b
+
+
+# -- evaluation-accumulates ------------------------------------------------------------------------------------------
+
+
+def test_outputs_that_stay_and_how_long_the_gpu_has_room() -> None:
+    b = accumulated()
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2)))
+    context = b.context(60 * MIB)
+    assert context.ledger.peak_reserved_bytes == 20 * MIB
+    finding = only(evaluation_accumulates.find(context))
+    assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 10 * MIB)
+    assert all_figures(finding) == [
+        ["5", "2.00 MiB", "10.00 MiB", "x/eval.py:9"],
+        ["x/eval.py:9"],
+        ["[2097152]", "uint8", "aten.op0", "model.py:3", "2.00 MiB", "5"],
+        ["40", "80.00 MiB"],
+        ["20"],
+        ["x/eval.py:9"],
+    ]
+    assert finding.title.startswith("Outputs of 5 calls of Net") and "list `outputs`" in finding.title
+    assert finding.evidence[2].num_bytes == 80 * MIB
+    assert finding.edit == Edit(EditKind.KEEP_OUTPUTS_ON_HOST, OUTPUTS.source or "", "outputs")
+    assert evaluation_accumulates.find_kept_storages(context) == {0, 2, 4, 6, 8}
+    assert len(evaluation_accumulates.find_kept_keys(context)) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "severity"),
+    [(MIB, Severity.WARNING), (MIB - 512, Severity.NOTE), (64 * KIB, Severity.NOTE), (64 * KIB - 512, None)],
+)
+def test_outputs_are_told_from_64_kib_a_call_on_and_warned_of_from_a_mebibyte_on(
+    num_bytes: int, severity: Severity | None
+) -> None:
+    found = evaluation_accumulates.find(accumulated(num_bytes).context())
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+
+
+@pytest.mark.parametrize("other", [{"nodes": 5}, {"num_outputs": 0}])
+def test_silent_on_calls_with_gradients_and_on_what_a_model_keeps_in_eval_mode(other: dict[str, int]) -> None:
+    assert not evaluation_accumulates.find(accumulated(**other).context())
+
+
+@pytest.mark.parametrize(("uses", "is_told"), [("none", True), ("own", True), ("next", False), ("unknown", False)])
+def test_what_hooks_keep_in_training_mode_and_no_later_call_uses(uses: str, is_told: bool) -> None:
+    b = accumulated(training=True, num_outputs=0)
+    ends = [forward.end for forward in b.trace.forwards]
+    last_uses = {
+        "none": [NONE] * len(b.trace.storages),
+        "own": [end for end in ends for _ in range(2)],
+        "next": [end + 1 for end in ends for _ in range(2)],
+        "unknown": [],
+    }
+    b.trace.last_uses = last_uses[uses]
+    found = evaluation_accumulates.find(b.context())
+    assert bool(found) == is_told
+    for one in found:
+        assert one.title.startswith("Tensors of 5 calls of Net")
+        assert "call eval() before eval.py:5" in one.evidence[-1].text and one.evidence[-1].source == CALL
+
+
+def test_what_the_loop_makes_of_outputs_outside_of_the_model_counts() -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.free(*b.call(4 * MIB))
+        b.alloc(2 * MIB, line="eval.py:7 main")
+    b.call(4 * MIB)
+    assert only(evaluation_accumulates.find(b.context())).num_bytes == 10 * MIB
+
+
+def test_a_full_container_and_what_grows_over_steps_are_no_findings() -> None:
+    b = accumulated()
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), limit=100))
+    assert not evaluation_accumulates.find(b.context())
+
+
+@pytest.mark.parametrize("op", ["aten.other", "aten.op0"])
+def test_says_whether_the_run_fits_with_outputs_in_host_memory(op: str) -> None:
+    """With the failed one too, if the same line of the model makes it."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.call(20 * MIB)
+    b.alloc(120 * MIB, op=op, line="model.py:3 forward")
+    finding = only(evaluation_accumulates.find(b.context(150 * MIB)))
+    assert finding.is_decisive and finding.title.endswith("; in host memory, the run fits")
+    assert only(evaluation_accumulates.find(b.context(110 * MIB))).is_decisive == (op == "aten.op0")
+    roomy = only(evaluation_accumulates.find(b.context(250 * MIB)))
+    assert not roomy.is_decisive and "fits" not in roomy.title
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+def test_of_several_loops_that_which_leaves_most_is_told(larger: int) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for loop in range(2):
+        for _ in range(5):
+            b.call((4 if loop == larger else 2) * MIB)
+        b.phase(PhaseKind.BACKWARD)
+        b.phase(PhaseKind.FORWARD)
+    assert only(evaluation_accumulates.find(b.context())).num_bytes == 20 * MIB
+
+
+def test_the_edit_is_of_the_holder_with_most_a_call() -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.call(2 * MIB, 4 * MIB, num_outputs=2)
+    b.trace.holders += [
+        OUTPUTS._replace(storages=(0, 2), batches=None),
+        OUTPUTS._replace(name="large", storages=(1, 3)),
+    ]
+    finding = only(evaluation_accumulates.find(b.context()))
+    assert finding.edit is not None and finding.edit.name == "large" and finding.num_bytes == 30 * MIB
+    assert ["40", "240.00 MiB"] in all_figures(finding)
+
+
+@pytest.mark.parametrize("source", ["/lib/transformers/trainer.py:9 loop", r"C:\lib\transformers\trainer.py:9 loop"])
+def test_a_trainer_has_options_of_its_own(source: str) -> None:
+    b = accumulated()
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), source=source))
+    fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
+    assert "eval_accumulation_steps=1" in fix.text
+
+
+@pytest.mark.parametrize(("is_held", "is_used"), [(True, False), (False, False), (True, True)])
+def test_caches_that_something_keeps_and_no_later_call_uses(is_held: bool, is_used: bool) -> None:
+    b = EvaluationBuilder(PhaseKind.DECODE)
+    made = []
+    for _ in range(5):
+        (cache, _) = b.call(2 * MIB, 4 * MIB, num_outputs=0)
+        b.trace.owners[cache] = Owner(Role.KV_CACHE, "")
+        made.append(cache)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    if is_used:
+        b.trace.last_uses[made[0]] = b.trace.last_uses[made[1]] = b.trace.last_uses[made[2]] = len(b.trace.events)
+        b.trace.last_uses[made[3]] = b.trace.last_uses[made[4]] = len(b.trace.events)
+    if is_held:
+        b.trace.holders.append(OUTPUTS._replace(storages=(made[0],)))
+    found = evaluation_accumulates.find(b.context())
+    assert bool(found) == (is_held and not is_used)
+    for one in found:
+        assert one.title.startswith("KV caches and outputs of 5 calls") and "its KV cache" in one.evidence[-1].text
+
+
+# -- evaluation-with-gradients ---------------------------------------------------------------------------------------
+
+
+def with_graphs(
+    num_bytes: int = 20 * MIB, number: int = 3, *, is_kept: bool = False, other_mib: int = 2, **settings: object
+) -> EvaluationBuilder:
+    """Calls with gradients, whose saved tensors are freed after each, or stay."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    b.free(b.alloc(other_mib * MIB))
+    for step in range(number):
+        output, saved = b.call(512, num_bytes, **({"nodes": 5 + step} | settings))  # type: ignore[arg-type]
+        b.free(output, *[] if is_kept else [saved])
+    return b
+
+
+def test_graphs_that_no_backward_reaches() -> None:
+    finding = only(evaluation_with_gradients.find(with_graphs().context()))
+    assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 20 * MIB)
+    assert all_figures(finding) == [["3", "eval.py:5", "20.00 MiB", "100%"], ["7"], ["eval.py:5"]]
+    assert finding.edit == Edit(EditKind.NO_GRADIENTS, CALL)
+    b = with_graphs()
+    b.trace.forwards[1] = b.trace.forwards[1]._replace(source=len(b.trace.sources))
+    b.trace.sources.append("eval.py:6 main")
+    assert "at eval.py:5, which" in only(evaluation_with_gradients.find(b.context())).title
+    assert finding.evidence[0].source == finding.evidence[1].source == CALL
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "other_mib", "severity"),
+    [
+        (64 * KIB, 0, Severity.WARNING),
+        (64 * KIB - 512, 0, None),
+        (4 * MIB, 80, Severity.WARNING),
+        (4 * MIB, 82, Severity.NOTE),
+    ],
+)
+def test_graphs_are_told_from_64_kib_on_and_warned_of_from_a_twentieth_of_the_peak_on(
+    num_bytes: int, other_mib: int, severity: Severity | None
+) -> None:
+    found = evaluation_with_gradients.find(with_graphs(num_bytes, other_mib=other_mib).context())
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+
+
+@pytest.mark.parametrize("other", [{"nodes": 0}, {"training": True}, {"num_outputs": 2}])
+def test_silent_on_calls_without_a_graph_on_training_and_on_outputs(other: dict[str, object]) -> None:
+    assert not evaluation_with_gradients.find(with_graphs(**other).context())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("number", "then", "fails", "is_told"),
+    [(2, None, False, True), (1, None, False, False), (2, None, True, False), (2, PhaseKind.BACKWARD, False, False)],
+)
+def test_graphs_that_stay_until_the_end_are_of_two_calls_at_least(
+    number: int, then: PhaseKind | None, fails: bool, is_told: bool
+) -> None:
+    """A program that has failed may have come to its backward."""
+    b = with_graphs(number=number, is_kept=True)
+    if then is not None:
+        b.phase(then)
+        b.alloc(512)
+    b.trace.failure = object() if fails else None  # type: ignore[assignment]
+    assert bool(evaluation_with_gradients.find(b.context())) == is_told
+
+
+def test_what_piles_up_from_call_to_call_and_why() -> None:
+    def reasons(**holder: object) -> list[str]:
+        b = with_graphs(number=5, is_kept=True)
+        if holder:
+            b.trace.holders.append(OUTPUTS._replace(storages=(2,), **holder))
+        finding = only(evaluation_with_gradients.find(b.context()))
+        assert ["[20971520]", "uint8", "aten.op1", "model.py:3", "20.00 MiB", "5"] in all_figures(finding)
+        return [line.text for line in finding.evidence if "piles up" in line.text]
+
+    b = with_graphs(number=5, is_kept=True)
+    b.trace.holders.append(OUTPUTS._replace(storages=(2,), nodes=5))
+    texts = [line.text for line in only(evaluation_with_gradients.find(b.context())).evidence]
+    assert "kept by list `outputs`, filled at x/eval.py:9" in texts
+    assert reasons() == ["it piles up from call to call; what keeps its graph was not seen:"]
+    assert reasons(nodes=5) == ["it piles up from call to call, for the outputs are kept with their graph:"]
+    assert reasons(nodes=0) == ["it piles up from call to call, kept without a graph:"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_bytes", "is_told"), [(0, 32 * KIB, True), (0, 31 * KIB, False), (5, 1024, True)]
+)
+def test_growth_without_a_graph_is_told_from_64_kib_a_call_on(nodes: int, num_bytes: int, is_told: bool) -> None:
+    """Of two kinds of tensors that a list keeps."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.free(b.call(*[num_bytes] * 2, 20 * MIB, nodes=5, num_outputs=2)[2])
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 1), nodes=nodes))
+    finding = only(evaluation_with_gradients.find(b.context()))
+    assert any("piles up" in line.text for line in finding.evidence) == is_told
+
+
+def test_a_cache_that_keeps_the_graphs_of_all_calls() -> None:
+    b = EvaluationBuilder(PhaseKind.DECODE)
+    for number in range(1, 6):
+        cache, _ = b.call(number * 2 * MIB, 20 * MIB, nodes=5, num_outputs=0)
+        b.trace.owners[cache] = Owner(Role.KV_CACHE, "")
+    finding = only(evaluation_with_gradients.find(b.context()))
+    line = next(line for line in finding.evidence if "keys and values that are" in line.text)
+    assert figures(line.text) == ["[10485760]", "uint8", "aten.op0", "model.py:3", "5", "30.00 MiB"]
+    assert (line.num_bytes, line.shape) == (30 * MIB, (10 * MIB,))
+
+
+def test_a_line_that_trains_too_is_not_to_be_edited() -> None:
+    b = with_graphs()
+    b.phase(PhaseKind.BACKWARD)
+    b.call(512, training=True, line="eval.py:6 main")
+    assert only(evaluation_with_gradients.find(b.context())).edit is not None
+    b.call(512, training=True)
+    assert only(evaluation_with_gradients.find(b.context())).edit is None
+
+
+# -- loops of calls --------------------------------------------------------------------------------------------------
+
+
+def test_loops_are_of_one_module_without_training_between() -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for phase in (None, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.EVALUATION):
+        if phase is not None:
+            b.phase(phase)
+        b.call(512)
+        b.call(512, path="head")
+    b.call(512, nodes=3)
+    b.call(512)
+    b.call(512, path="head")
+    loops = calls.find_call_loops(b.trace, lambda forward: forward.nodes == 0)
+    numbers = [[b.trace.forwards.index(forward) for forward in loop] for loop in loops]
+    assert numbers == [[0], [1], [2], [3], [4, 6], [5, 7, 10], [9]]
+    assert calls.find_training_events(b.trace) == [
+        time for time, phase in b.trace.list_phase_begins() if phase.kind.value in ("backward", "optimizer step")
+    ]
+
+
+def test_new_storages_are_on_the_gpu_and_have_no_role() -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    made = [
+        b.alloc(1), b.alloc(1), b.alloc(1, device="cpu"), b.alloc(1, hidden=True), b.alloc(1, owner=(Role.BUFFER, "")),
+        b.alloc(1, owner=(Role.KV_CACHE, "")), b.alloc(1), b.alloc(1),
+    ]  # fmt: skip
+    context = b.context()
+    begin, end = context.lifetimes.births[made[1]], context.lifetimes.births[made[7]]
+    assert calls.new_storages(context, begin, end) == [made[1], made[6]]
+    assert calls.new_storages(context, begin, end, caches=True) == [made[5]]
