@@ -162,7 +162,7 @@ def test_without_a_gpu_or_in_memprofs_own_loop_nothing_is_predicted() -> None:
 def test_memory_runs_out_if_a_step_is_known(
     program_steps: int | None, runs_out_step: int | None, runs_out: bool
 ) -> None:
-    assert Growth(MIB, 4, program_steps, runs_out_step).runs_out is runs_out
+    assert Growth(MIB, MIB, 4, program_steps, runs_out_step).runs_out is runs_out
 
 
 def test_the_steps_of_a_program_are_those_it_has_planned_until_it_ends() -> None:
