@@ -300,7 +300,22 @@ def test_model_state_is_of_roles_and_without_kernels_own():
     trace.owners[script.alloc(800)] = Owner(Role.GRADIENT, "x")
     state = compute_model_state(trace)
     assert (state.parameters_bytes, state.gradients_bytes, state.optimizer_state_bytes) == (1000, 900, 30)
-    assert state.tensors_bytes == 1000 + 900 + 30
+    assert state.tensors_bytes == 1000 + 900 + 30 and state.buffers_bytes == 0
+
+
+def test_model_state_is_the_peak_of_each_role():
+    """Of what is there at different times, and not rounded."""
+    b = TraceBuilder()
+    for role, sizes in ((Role.BUFFER, (10, 20)), (Role.PARAMETER, (7, 5)), (Role.INPUT, (90, 1))):
+        for size in sizes:
+            b.free(b.alloc(size, owner=(role, "x")))
+    two = [b.alloc(6, owner=(Role.BUFFER, "x")) for _ in range(4)]
+    b.alloc(500, device="cuda:1")
+    b.free(*two)
+    b.add(EventKind.EMPTY_CACHE, two[0])
+    state = compute_model_state(b.trace)
+    assert (state.buffers_bytes, state.parameters_bytes, state.gradients_bytes) == (24, 7, 0)
+    assert state.tensors_bytes == 90
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
