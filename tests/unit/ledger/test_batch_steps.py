@@ -73,10 +73,18 @@ def test_settings_that_are_compared(conf: str, release: str, settings: list[str]
         ((10, 20, 30, 40, 50), True),
         ((10, 20, 20, 20, 20), False),  # the first has no optimizer state
         ((20, 20, 20, 20, 10), True),
+        ((10, 10, 20, 20, 20), True),
     ],
 )
 def test_five_steps_that_differ(sizes: tuple[int, ...], is_found: bool) -> None:
     assert (batches_of(train(*sizes)) is not None) == is_found
+
+
+def test_a_release_without_expandable_segments_has_none_whatever_is_set() -> None:
+    found = batches_of(train(10, 30, 20, 60, 40), "expandable_segments:True", "2.0")
+    assert found is not None and found.reserved[-1] == ReservedOverSteps(
+        EMPTIED, 60 * MIB, round(59.2 * MIB), 32 * MIB, 4
+    )
 
 
 def test_none_in_host_memory_unless_lengths_were_asked_for() -> None:
