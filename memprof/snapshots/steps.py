@@ -45,7 +45,7 @@ class Leak:
 
 
 def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:
-    """Return the steps of `recording`; None if fewer than LEAST_STEPS are recognised."""
+    """Return the steps of `recording`; None if fewer than MIN_STEPS are recognised."""
     return _find_annotated_steps(recording, annotations) or _find_periodic_steps(recording)
 
 
