@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import AllocatorConfig, GpuMemory, LiveAllocator, parse_config, replay_on_gpu
@@ -140,6 +140,9 @@ def test_a_run_that_ends_at_a_refusal_does_not_fit():
         ["", "expandable_segments:True", "roundup_power2_divisions:1", "per_process_memory_fraction:0.5"]
     ),
 )
+@example(sizes=[333 * MIB, 3 * MIB] * 8, drop=[1, 4, 7] * 5, conf="")
+@example(sizes=[90 * MIB, 700, 11 * MIB, 1 << 20] * 15, drop=[], conf="per_process_memory_fraction:0.5")
+@example(sizes=[333 * MIB, 11 * MIB, 3 * MIB] * 5, drop=[2], conf="expandable_segments:True")
 def test_refused_exactly_where_the_allocator_refuses(sizes, drop, conf):
     """The bound by which most requests are passed without a replay never hides one."""
     config = parse_config(conf, LATEST, origin="test") if conf else AllocatorConfig()
