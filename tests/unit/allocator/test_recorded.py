@@ -210,3 +210,102 @@ def test_a_segment_where_there_is_one():
     trace[taken[1]] = trace[taken[1]]._replace(address=trace[taken[0]].address)
     found = one(snapshot)
     assert found.first_difference is not None and not found.exact
+
+
+# -- the state at the beginning, and what the file does not say --------------------------------------------------------
+
+
+def replay_part(recorder: Recorder, last: int) -> SnapshotReplay:
+    """Replay the last events of a recording, of which each gets the recorded address."""
+    (found,) = replay_snapshot(recorder.snapshot(last), TOTAL)
+    assert found.exact, found.first_difference
+    return found
+
+
+def test_a_free_that_has_not_completed_when_the_recording_ends():
+    recorder = Recorder(parse_config(""), TOTAL)
+    block, other = recorder.malloc(30 * MIB), recorder.malloc(40 * MIB)
+    recorder.allocator.record_stream(block, 9)
+    recorder.free(other)
+    recorder.free(block)
+    assert replay_part(recorder, len(recorder.events)).allocations == 2
+    found = replay_part(recorder, 1)
+    assert [(live.requested, live.size, live.pending) for live in found.start.live.values()] == [
+        (30 * MIB, 30 * MIB, False)
+    ]
+    assert replay_part(recorder, 0).start.live[block.address].pending
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "size", "num_ambiguous"),
+    [
+        (29 * MIB, (), 30 * MIB, 0),  # 1 MiB is not split off
+        (29 * MIB - 512, (), 29 * MIB - 512, 1),  # more may have been, and nothing tells
+        (29 * MIB - 512, (MIB + 1,), 29 * MIB - 512, 0),  # an allocation begins where the block ends
+        (21 * MIB, (3 * MIB,), 21 * MIB, 0),
+        (1000, (), 1024, 0),  # of the small pool nothing is kept
+    ],
+)
+def test_the_size_of_a_block_that_is_freed_in_the_recording(first, later, size, num_ambiguous):
+    recorder = Recorder(parse_config(""), TOTAL)
+    if first > MIB:
+        recorder.free(recorder.malloc(30 * MIB))
+    block = recorder.malloc(first)
+    begin = len(recorder.events)
+    others = [recorder.malloc(num_bytes) for num_bytes in later]
+    recorder.free(block)
+    for other in others:
+        recorder.free(other)
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [live.size for live in found.start.live.values()] == [size]
+    assert found.start.num_ambiguous == num_ambiguous
+
+
+@pytest.mark.parametrize(("first", "size"), [(21 * MIB, 22 * MIB), (21 * MIB + 1, 22 * MIB), (20 * MIB, 20 * MIB)])
+def test_an_allocation_behind_a_block_tells_what_it_kept(first, size):
+    """Of a free block of 22 MiB up to 1 MiB is not split off: then the next allocation begins behind that."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    recorder.free(recorder.malloc(40 * MIB))
+    whole, behind = recorder.malloc(22 * MIB), recorder.malloc(5 * MIB)
+    recorder.free(whole)
+    block = recorder.malloc(first)
+    recorder.free(behind)
+    begin = len(recorder.events)
+    later = recorder.malloc(3 * MIB)
+    recorder.free(block)
+    recorder.free(later)
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [live.size for live in found.start.live.values()] == [size] and found.start.num_ambiguous == 0
+
+
+@pytest.mark.parametrize(("first", "size"), [(70 * MIB, 80 * MIB), (64 * MIB, 80 * MIB), (62 * MIB, 62 * MIB)])
+def test_a_block_keeps_its_whole_segment_from_max_split_size_on(first, size):
+    recorder = Recorder(parse_config("max_split_size_mb:64"), TOTAL)
+    recorder.free(recorder.malloc(80 * MIB))
+    recorder.free(recorder.malloc(first))
+    (found,) = replay_snapshot(recorder.snapshot(2), TOTAL)
+    assert [live.size for live in found.start.live.values()] == [size]
+
+
+def test_ranges_of_the_beginning():
+    """A segment that is released, one that is taken, and mappings that grow, shrink and leave a hole."""
+    recorder = Recorder(parse_config("expandable_segments:True"), TOTAL)
+    low, middle, high = (recorder.malloc(20 * MIB) for _ in range(3))
+    recorder.malloc(1000, 5)
+    begin = len(recorder.events)
+    recorder.free(middle)
+    recorder.allocator.empty_cache()
+    recorder.malloc(1000)
+    assert recorder.allocator.counters.reserved_bytes == 44 * MIB
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [
+        (run.address - low.address, run.size, run.stream, run.is_small, run.expandable) for run in found.start.ranges
+    ][:1] == [(0, 60 * MIB, 0, False, True)]
+    assert sorted((run.size, run.stream, run.is_small) for run in found.start.ranges) == [
+        (2 * MIB, 5, True), (60 * MIB, 0, False),
+    ]  # fmt: skip
+    recorder.malloc(20 * MIB)  # fills the hole again
+    recorder.free(high)
+    recorder.allocator.empty_cache()
+    found = replay_part(recorder, 3)  # unmapped: its last event, behind the free
+    assert max(run.size for run in found.start.ranges) == 60 * MIB
