@@ -10,6 +10,7 @@ MIB = 1 << 20
 def test_addresses_fall_in_chunks_of_32_mebibytes() -> None:
     space = AddressSpace()
     first = space.allocate(32 * MIB)
+    assert first == 0x7F0000000000 - 32 * MIB
     assert space.allocate(502 * MIB) == first - 512 * MIB
     assert space.allocate(20 * MIB) == first - 544 * MIB
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.allocator.driver import FIRST_RESERVATION, SimulatedDriver
+from memprof.allocator.driver import SimulatedDriver
 
 MIB = 1 << 20
 
@@ -34,7 +34,6 @@ def test_a_gpu_without_limit_has_what_is_used() -> None:
 
 def test_reservations_do_not_overlap() -> None:
     driver = SimulatedDriver(20 * MIB)
-    assert [driver.reserve(size) for size in (MIB, 40 * MIB, 1)] == [
-        FIRST_RESERVATION, FIRST_RESERVATION + 2 * MIB, FIRST_RESERVATION + 42 * MIB,
-    ]  # fmt: skip
+    first = 1 << 40
+    assert [driver.reserve(size) for size in (MIB, 40 * MIB, 1)] == [first, first + 2 * MIB, first + 42 * MIB]
     assert driver.memory_info() == (20 * MIB, 20 * MIB)

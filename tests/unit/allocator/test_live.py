@@ -62,6 +62,33 @@ def test_accumulated_counters_begin_anew():
     assert stats["num_device_alloc"] == 1
 
 
+def test_counters_that_begin_anew_are_those_of_torch():
+    script = TraceBuilder()
+    memory = LiveAllocator(script.trace, GPU)
+    script.free(script.alloc(600 * MIB))
+    script.alloc(700 * MIB)  # after the cache was released
+    script.alloc(500 * MIB)  # more than there is
+    names = ("num_alloc_retries", "num_device_alloc", "num_device_free", "num_ooms", "num_sync_all_streams")
+    stats = memory.stats()
+    assert [stats[name] for name in names] == [2, 3, 1, 1, 2]
+    before = {name: value for name, value in stats.items() if name.endswith((".current", ".peak"))}
+    memory.reset_accumulated()
+    after = memory.stats()
+    assert [after[name] for name in names] == [0] * 5 and before.items() <= after.items()
+    assert not any(value for name, value in after.items() if name.endswith((".allocated", ".freed")))
+
+
+def test_small_requests_and_large_ones_until_the_gpu_is_full():
+    """Each small block may need a segment of 2 MiB; what is asked is answered as soon as there may be no room."""
+    for sizes, count in (([512 * 1024], 1960), ([700 * 1024], 980), ([11 * MIB], 81), ([MIB + 1], 49 * 19)):
+        script = TraceBuilder()
+        memory = LiveAllocator(script.trace, GPU)
+        answered = 0
+        while ask(script, memory, sizes[0]) is not None:
+            answered += 1
+        assert answered == count
+
+
 def test_goes_on_beyond_the_gpu():
     script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)

@@ -284,3 +284,5 @@ def test_large_segment_size():
 def test_an_exabyte_is_refused_outright():
     with pytest.raises(OutOfMemory, match="more than 1EB memory"):
         allocator().malloc(1 << 60)
+    with pytest.raises(OutOfMemory, match=r"Tried to allocate 1073741824\.00 GiB\."):
+        allocator().malloc((1 << 60) - 512)

@@ -7,6 +7,7 @@ import pytest
 from memprof.allocator import GpuMemory, parse_config, replay_in_host_memory, replay_on_gpu
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
+from memprof.ledger.stage_amounts import Stage
 from memprof.trace.events import CPU, EventKind, ModuleRole, PhaseKind, Sample
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
@@ -68,6 +69,19 @@ def test_what_simulated_runs_do_not_have() -> None:
             stage.seconds is stage.resident_bytes is stage.measured_allocated_bytes is stage.measured_peak_bytes is None
         )
         assert not stage.oom and (stage.stack, stage.index) == ("", -1)
+
+
+def test_a_stage_of_which_nothing_is_known_has_no_bytes() -> None:
+    stage = Stage("context", 0, 0)
+    unknown = {
+        "device_used_bytes",
+        "seconds",
+        "resident_bytes",
+        *(f for f in Stage.__slots__ if f.startswith("measured")),
+    }
+    assert {name for name in Stage.__slots__ if getattr(stage, name) is None} == unknown
+    amounts = {getattr(stage, name) for name in Stage.__slots__ if name.endswith("_bytes") and name not in unknown}
+    assert amounts == {0} and (stage.stack, stage.index, stage.oom, stage.kind) == ("", -1, False, PhaseKind.OTHER)
 
 
 def test_the_stage_of_the_failed_allocation() -> None:
