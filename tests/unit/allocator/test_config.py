@@ -136,6 +136,10 @@ def test_defaults():
         ("expandable_segments=True", ("expandable_segments=True", "did you mean 'expandable_segments'")),
         ("expandable_segments:True;max_split_size_mb:64", ("expandable_segments is 'True;max_split_size_mb'",)),
         ("[", ("unknown allocator setting '['",)),
+        ("roundup_power2_divisions:[1:2,:4]", ("roundup_power2_divisions has no value", "a power of 2 from 2")),
+        ("roundup_power2_divisions:[1:]", ("roundup_power2_divisions has no value",)),
+        ("roundup_power2_divisions:[12:4]", ("roundup_power2_divisions has the key '12'", "a power of 2")),
+        ("roundup_power2_divisions:[1 4]", ("':' expected after '14', found ']'",)),
     ],
 )
 def test_errors_name_the_setting_its_value_and_what_is_allowed(text, names):
@@ -236,6 +240,8 @@ def test_flags(flag):
         ("per_process_memory_fraction:1", True),
         ("per_process_memory_fraction:1.01", False),
         ("per_process_memory_fraction:-0.01", False),
+        ("garbage_collection_threshold:0", False),
+        ("garbage_collection_threshold:1", False),
         ("garbage_collection_threshold:1e-3", True),
         ("garbage_collection_threshold:.5", True),
         ("garbage_collection_threshold:.5e-1", True),
@@ -286,6 +292,7 @@ def test_the_first_release_with_a_setting(setting, before, first):
     [
         ("max_split_size_mb:29,large_segment_size_mb:30", "MiB, at least 30 (large_segment_size_mb)"),
         ("max_non_split_rounding_mb:19", "MiB, at least 20 (large_segment_size_mb)"),
+        ("max_split_size_mb:0", "MiB, at least 20 (large_segment_size_mb)"),
         ("large_segment_size_mb:10", "MiB, more than 10"),
         ("roundup_power2_divisions:[64:3]", "0 or a power of 2"),
         ("max_split_size_mb", "key:value,key:value"),

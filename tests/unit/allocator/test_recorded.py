@@ -309,3 +309,71 @@ def test_ranges_of_the_beginning():
     recorder.allocator.empty_cache()
     found = replay_part(recorder, 3)  # unmapped: its last event, behind the free
     assert max(run.size for run in found.start.ranges) == 60 * MIB
+
+
+# -- what a difference says --------------------------------------------------------------------------------------------
+
+
+def recording() -> Recorder:
+    """Events: segment, 1,000 bytes, 2,000 bytes, the first freed (2 events); segment, 30 MiB."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    first = recorder.malloc(1000)
+    recorder.malloc(2000)
+    recorder.free(first)
+    recorder.malloc(30 * MIB)
+    return recorder
+
+
+def difference(recorder: Recorder, changes: dict[int, dict[str, object]], *inserted: SnapshotEvent) -> tuple[int, str]:
+    """The first difference of a recording in which events are changed, behind `inserted` ones."""
+    events = [event._replace(**changes.get(index, {})) for index, event in enumerate(recorder.events)]
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[*inserted, *events]], {}), TOTAL)
+    assert found.first_difference is not None and not found.exact and found.first_difference.device == 0
+    return found.first_difference.event, found.first_difference.problem
+
+
+def test_a_block_at_another_address():
+    recorder = recording()
+    address = recorder.events[1].address
+    moved = {index: {"address": address + 64 * 512} for index in (1, 3, 4)}
+    mark = recorder.events[0]._replace(action=Action.ANNOTATE)
+    problem = f"1000 bytes at {address + 64 * 512:#x}, the replay says {address:#x}"
+    assert difference(recorder, moved) == (1, problem)
+    assert difference(recorder, moved, mark, mark) == (3, problem)  # by their place in the file
+
+
+def test_a_failed_allocation_for_which_there_is_memory():
+    recorder = recording()
+    recorder.free(recorder.malloc(1000))
+    *before, request, _, _ = recorder.events
+    refused = request._replace(action=Action.OOM, address=0)
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[*before, refused]], {}), TOTAL)
+    assert found.first_difference is not None and found.first_difference.event == len(before)
+    assert found.first_difference.problem == f"1000 bytes were refused, the replay finds {request.address:#x}"
+    assert found.first_difference.reason == ""
+
+
+def test_a_segment_that_the_replay_does_not_take():
+    recorder = recording()
+    final = [segment._replace(size=32 * MIB) for segment in recorder.allocator.segments() if not segment.is_small]
+    final += [segment for segment in recorder.allocator.segments() if segment.is_small]
+    events = list(recorder.events)
+    events[5] = events[5]._replace(size=32 * MIB)
+    (found,) = replay_snapshot(Snapshot(final, [events], {}), TOTAL)
+    assert found.first_difference is not None and found.first_difference.event == 6
+    assert found.first_difference.problem == f"a segment of {30 * MIB} bytes was not taken"
+    assert (found.allocations, found.identical_addresses) == (3, 2)
+
+
+def test_what_a_replay_has_found_out():
+    recorder = recording()
+    recorder.allocator.empty_cache()
+    recorder.free(recorder.malloc(60 * MIB))
+    recorder.allocator.empty_cache()
+    recorder.malloc(20 * MIB + 1)
+    mark = recorder.events[0]._replace(action=Action.SNAPSHOT)
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[mark, *recorder.events]], {}), TOTAL)
+    assert found.exact and found.device == 0 and found.allocations == found.identical_addresses == 5
+    assert list(found.block_sizes) == [1024, 2048, 30 * MIB, 60 * MIB, 20 * MIB + 512]
+    # The cache was emptied before the segment of 60 MiB was released: event 11 behind the mark.
+    assert found.flushes == (12,) and recorder.events[11].action is Action.SEGMENT_FREE
