@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import AllocatorConfig, GpuMemory, parse_config
+from memprof.allocator import AllocatorConfig, GpuMemory, parse_config, replay_snapshot
 from memprof.snapshots.from_trace import ConvertedTrace, TimelineSlice, convert_to_snapshot
 from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
 from memprof.trace.events import GPU, EventKind, ModuleRole, PhaseKind, Role, Workspace
 from memprof.trace.snapshot import Action, Frame
 from memprof.units import MIB
+from tests.unit.allocator.traces import StreamScript
 from tests.unit.traces import TraceBuilder
 
 
@@ -109,6 +110,22 @@ def test_the_first_error_ends_the_limits_of_the_gpu() -> None:
         failure = next(event for event in converted.snapshot.traces[0] if event.action is Action.OOM)
         assert failure.address == 40 * MIB and failure.frames == (Frame("", 0, "aten.empty"), Frame("train.py", 3, "f"))
         assert len(converted.origins) == 3
+        (replayed,) = replay_snapshot(converted.snapshot)  # on a GPU without limit, address by address
+        assert replayed.exact
+
+
+def test_a_free_completes_when_the_stream_that_used_the_block_has_been_waited_for() -> None:
+    script = StreamScript()
+    batch = script.alloc(40 * MIB, stream=1)
+    script.use(batch, 0)
+    script.free(batch)
+    script.alloc(50 * MIB, stream=1)
+    script.wait(0, by_host=True)
+    script.alloc(30 * MIB, stream=1)
+    assert [event[:3] for event in events_of(convert(script))] == [
+        ("segment_alloc", 40, 1), ("alloc", 40, 1), ("free_requested", 40, 1),
+        ("segment_alloc", 50, 1), ("alloc", 50, 1), ("free_completed", 40, 1), ("alloc", 30, 1),
+    ]  # fmt: skip
 
 
 def test_failed_allocations_after_which_the_run_goes_on_have_no_block() -> None:
