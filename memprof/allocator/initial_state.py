@@ -287,7 +287,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
             previous = (run, tail)
         else:
             block = store.add_segment(owner, run.address, run.size)
-        store.count_driver_bytes(owner, run.size, 0 if run.expandable else 1)
+        store.total_bytes += run.size
         for address in addresses[bisect_left(addresses, run.address) : bisect_left(addresses, run.end)]:
             live_block = state.live[address]
             assert live_block.size is not None

@@ -221,6 +221,37 @@ def test_retries_of_a_run_before_its_error():
     assert run.first_oom is not None and run.retries == 1 and run.required_reserved_bytes == 140 * MIB
 
 
+def test_retries_of_failed_allocations_that_the_program_caught_are_not_counted():
+    script = TraceBuilder()
+    script.free(script.alloc(60 * MIB))
+    script.alloc(80 * MIB)  # after the cache was released
+    caught = script.alloc(50 * MIB)
+    script.free(caught)
+    script.trace.refused.append(caught)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert run.fits and run.retries == 1 and run.refused == {caught}
+
+
+def test_a_caught_failure_releases_the_cache_as_its_pool_does():
+    script = TraceBuilder()
+    script.free(script.alloc(60 * MIB))
+    script.add(EventKind.POOL, 2)
+    caught = script.alloc(50 * MIB)
+    script.free(caught)
+    script.trace.refused.append(caught)
+    timeline = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0)).timeline
+    assert timeline.reserved[-1] == 50 * MIB  # not the 60 of the default pool, in which there was room
+
+
+def test_the_event_of_the_error_without_a_timeline():
+    script = TraceBuilder()
+    for _ in range(3):
+        script.alloc(60 * MIB)
+    replay = TraceReplay(script.trace, GpuMemory(130 * MIB, 0))
+    replay.advance(writes=False)
+    assert replay.timeline.first_oom is not None and replay.timeline.first_oom.event == 3
+
+
 def test_memory_in_host_memory_is_what_is_requested():
     script = TraceBuilder()
     script.trace.device = CPU
@@ -236,6 +267,7 @@ def test_memory_in_host_memory_is_what_is_requested():
     peak = run.timeline.peak_reserved
     assert (peak.num_bytes, peak.event, run.required_reserved_bytes) == (700, 1, 700)
     assert run.fits and not run.rounds and run.retries == 0 and run.bounds is None
+    assert run.trace is script.trace and run.gpu is None
 
 
 @pytest.mark.parametrize(

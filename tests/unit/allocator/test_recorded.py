@@ -377,3 +377,28 @@ def test_what_a_replay_has_found_out():
     assert list(found.block_sizes) == [1024, 2048, 30 * MIB, 60 * MIB, 20 * MIB + 512]
     # The cache was emptied before the segment of 60 MiB was released: event 11 behind the mark.
     assert found.flushes == (12,) and recorder.events[11].action is Action.SEGMENT_FREE
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+def test_a_file_without_settings_tells_expandable_segments_by_its_mappings(text):
+    recorder = Recorder(parse_config(text), TOTAL)
+    recorder.free(recorder.malloc(30 * MIB))
+    recorder.malloc(70 * MIB)
+    for events in (recorder.events, []):  # of the final segments alone, too
+        (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [list(events)], {}), TOTAL)
+        assert found.exact
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", ""), ("expandable_segments:True", "the address space")])
+def test_why_the_file_does_not_say_enough(text, reason):
+    """The beginning of an expandable segment is not recorded: it may have been reserved below."""
+    recorder = Recorder(parse_config(text), TOTAL)
+    recorder.malloc(30 * MIB)
+    begin = len(recorder.events)
+    recorder.free(recorder.malloc(1000))
+    events = recorder.events[begin:]
+    moved = [event._replace(address=event.address + 512) if event.size == 1000 else event for event in events]
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": text}
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [moved], settings), TOTAL)
+    assert found.first_difference is not None and found.first_difference.reason.startswith(reason)
+    assert bool(found.first_difference.reason) == bool(reason)

@@ -420,3 +420,45 @@ def test_a_request_larger_than_the_address_space():
 def test_release_2_0_has_no_expandable_segments():
     memory = allocator("expandable_segments:True", release=parse_release("2.0"))
     assert not memory.malloc(3 * MIB).segment.expandable
+
+
+@pytest.mark.parametrize(("threshold", "num_released"), [(0.3, 2), (0.5, 1), (0.1, 3)])
+def test_garbage_collection_goes_on_with_the_mean_of_what_is_left(threshold, num_released):
+    """Ages 10, 2 and 1: first the oldest alone; of the others, the older one; then the last."""
+    memory = allocator(f"garbage_collection_threshold:{threshold},per_process_memory_fraction:0.9", total=400 * MIB)
+    clock = memory.malloc(12 * MIB, stream=1)
+    blocks = [memory.malloc(60 * MIB) for _ in range(3)]
+
+    def search(times):
+        nonlocal clock
+        for _ in range(times):
+            memory.free(clock)
+            clock = memory.malloc(12 * MIB, stream=1)
+
+    for block, times in zip(blocks, (8, 1, 0), strict=True):
+        memory.free(block)
+        search(times)
+    assert memory.counters.reserved_bytes == 192 * MIB
+    memory.malloc(90 * MIB)
+    sizes = sorted(found.size // MIB for found in memory.segments())
+    assert sizes == [12, *[60] * (3 - num_released), 90]
+
+
+def test_a_single_old_segment_is_collected():
+    memory = allocator("garbage_collection_threshold:0.1,per_process_memory_fraction:0.9", total=400 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    memory.malloc(90 * MIB)
+    assert memory.counters.reserved_bytes == 90 * MIB
+
+
+def test_split_and_expandable_memory_is_no_garbage():
+    conf = "garbage_collection_threshold:0.1,per_process_memory_fraction:0.9"
+    memory = allocator(conf, total=400 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    memory.malloc(20 * MIB)  # of the 60
+    memory.malloc(90 * MIB)
+    assert memory.counters.reserved_bytes == 150 * MIB
+    expandable = allocator(f"{conf},expandable_segments:True", total=400 * MIB)
+    expandable.free(expandable.malloc(60 * MIB))
+    expandable.malloc(90 * MIB, stream=1)
+    assert expandable.counters.reserved_bytes == 160 * MIB

@@ -192,6 +192,26 @@ def test_categories_of_blocks_by_when_they_are_freed(frames, then: list, categor
 
 
 @pytest.mark.parametrize(
+    ("frames", "then", "later", "category"),
+    [(CALL, CALL, NEXT_CALL, "temporaries"), (FORWARD, GRADIENT, STEP, "activations")],
+)
+def test_a_block_is_freed_when_the_program_frees_it(frames, then, later, category: str) -> None:
+    """Although its memory is free only later, when another stream has done its work."""
+    program = Program()
+    program.recorder.allocator.pending.completion = Completion.AT_SYNC
+    block = program.malloc(4 * MIB, frames)
+    assert block is not None
+    program.recorder.allocator.record_stream(block, 9)
+    program.malloc(512, then)
+    program.free(block)
+    program.malloc(512, then)
+    program.malloc(512, later)
+    program.recorder.allocator.pending.synchronize()
+    (found,) = build_recordings(program.snapshot())
+    assert found.lives[0].gone == found.end and found.lives[0].category == category
+
+
+@pytest.mark.parametrize(
     ("before", "after", "category"),
     [(False, True, "activations"), (False, False, "temporaries"), (True, False, "temporaries")],
 )

@@ -173,6 +173,7 @@ def test_package_of_a_file(filename: str, package: str) -> None:
         (stack(f"{SITE}/torch/a.py:3 f", "<string>:1 <module>", main=False), "<string>:1 <module>", ""),
         ((Frame("", 0, "at::_ops::mm::redispatch(at::Tensor const&)"),), "operator mm", "mm"),
         ((Frame("", 0, "cudaMalloc"),), "(no frames)", ""),
+        ((Frame("y>", 3, "f"), Frame("<y", 3, "f")), "(no frames)", ""),
         ((Frame("model.cpp", 3, "f()"), Frame("<x>", 3, "g"), Frame("<y", 3, "h"), Frame("z>", 3, "i")), "<x>:3 g", ""),
     ],
 )  # fmt: skip

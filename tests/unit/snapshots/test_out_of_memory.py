@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from memprof.snapshots.out_of_memory import OutOfMemoryEvent, find_out_of_memory_events
 from memprof.snapshots.recording import build_recordings
 from memprof.trace.snapshot import Action, Snapshot
@@ -79,6 +81,46 @@ def test_expandable_segments_try_what_is_requested() -> None:
     (found,) = refusals(program)
     assert (found.tried_bytes, found.device_free_bytes) == (90 * MIB, 0)
     assert not any("can use it" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(("device_free", "is_limited"), [(32 * MIB, True), (32 * MIB - 1, False)])
+def test_a_limit_of_the_process_is_no_fragmentation(device_free: int, is_limited: bool) -> None:
+    """The segment of 32 MiB fitted into what the GPU had free: torch was not allowed to take it."""
+    program = Program()
+    kept = [program.malloc(9 * MIB) for _ in range(2)]
+    program.free(kept[0])
+    program.malloc(1000)
+    snapshot = program.snapshot()
+    (events,) = snapshot.traces
+    oom = events[1]._replace(action=Action.OOM, address=device_free, size=31 * MIB)
+    (found,) = build_recordings(Snapshot(snapshot.segments, [[*events, oom]], snapshot.settings))
+    (refusal,) = find_out_of_memory_events(found)
+    assert refusal.tried_bytes == 32 * MIB and refusal.fragmented != is_limited
+    assert any("a limit of the process was reached" in reason for reason in refusal.reasons) == is_limited
+
+
+@pytest.mark.parametrize(("num_bytes", "unit"), [(30 * MIB, 40 * MIB), (1000, 2 * MIB)])
+def test_a_limit_where_expandable_segments_are_mapped_in_units(num_bytes: int, unit: int) -> None:
+    program = Program("expandable_segments:True")
+    program.malloc(30 * MIB)
+    snapshot = program.snapshot()
+    (events,) = snapshot.traces
+    for device_free, is_limited in ((unit, True), (unit - 1, False)):
+        oom = events[1]._replace(action=Action.OOM, address=device_free, size=num_bytes)
+        (found,) = build_recordings(Snapshot(snapshot.segments, [[*events, oom]], snapshot.settings))
+        (refusal,) = find_out_of_memory_events(found)
+        assert any("a limit of the process" in reason for reason in refusal.reasons) == is_limited
+
+
+def test_segments_of_both_kinds() -> None:
+    program = Program("expandable_segments:True", total_bytes=100 * MIB)
+    program.malloc(20 * MIB)
+    program.recorder.allocator.expandable = False  # as a program may set it
+    program.malloc(30 * MIB)
+    program.recorder.allocator.expandable = True
+    assert program.malloc(91 * MIB) is None
+    (found,) = refusals(program)
+    assert found.tried_bytes == 91 * MIB
 
 
 def test_memory_that_was_free_and_not_released() -> None:

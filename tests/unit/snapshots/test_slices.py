@@ -52,7 +52,8 @@ def test_annotations_are_pairs_of_one_name_on_the_device() -> None:
         return {"stage": stage, "name": name, "time_us": time} | ({} if device is None else {"device": device})
 
     notes = [
-        note("END", "a", 1), note("START", "a", 10), note("START", "b", 10), note("START", "a", 20),
+        note("START", "d", 4, 1), note("END", "a", 1), note("START", "a", 10), note("START", "b", 10),
+        note("START", "a", 20),
         note("END", "a", 30), note("END", "b", 40), note("END", "a", 35),
         note("START", "c", 5, None), note("END", "c", 6, None),
         note("START", "d", 5, 1), note("END", "d", 6, 1), note("START", 7, 5), note("END", 7, 6),
