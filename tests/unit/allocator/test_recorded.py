@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import Completion, SnapshotReplay, parse_config, replay_snapshot
+from memprof.allocator import Completion, SnapshotReplay, parse_config, replay_snapshot, snapshot_replay
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 from tests.lanes import examples
 from tests.unit.allocator.recorder import Recorder
@@ -76,15 +76,14 @@ def test_recording_that_begins_anywhere(text, seed, part):
     assert found.exact or found.first_difference.reason, found
 
 
-def test_nearly_all_are_exact():
-    exact = cut = 0
+def test_the_first_reading_is_the_right_one(monkeypatch):
+    """Where memory goes back a recording can be read in more than one way: of these, no other needs to be tried."""
+    monkeypatch.setattr(snapshot_replay, "MAX_REPLAYS", 1)
     for text in SETTINGS.values():
         for seed in range(10):
             recorder = run(text, seed)
             assert one(recorder.snapshot()).exact, (text, seed)
-            cut += 1
-            exact += one(recorder.snapshot(last=len(recorder.events) // 2)).exact
-    assert exact >= 0.95 * cut
+            assert one(recorder.snapshot(last=len(recorder.events) // 2)).exact, (text, seed)
 
 
 def test_recordings_cover_what_can_happen():
@@ -329,6 +328,7 @@ def difference(recorder: Recorder, changes: dict[int, dict[str, object]], *inser
     events = [event._replace(**changes.get(index, {})) for index, event in enumerate(recorder.events)]
     (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[*inserted, *events]], {}), TOTAL)
     assert found.first_difference is not None and not found.exact and found.first_difference.device == 0
+    assert not found.final_layout_identical
     return found.first_difference.event, found.first_difference.problem
 
 

@@ -106,7 +106,10 @@ def test_lines_that_say_nothing_of_steps() -> None:
     site = "/venv/lib/python3.12/site-packages"
     launcher = (Frame(f"{site}/a/b.py", 3, "f"), Frame("/usr/lib/python3.12/runpy.py", 3, "_run_code"))
     assert steps_of(launcher, launcher, launcher) is None
-    assert steps_of(*[stack("layer.py:3 forward", "call", "train.py:3 f")] * 3) is None
+    layer = stack("layer.py:3 forward", "call", "train.py:3 f")
+    assert steps_of(layer, layer, layer) is None and steps_of(OTHER, layer, layer, layer) is None
+    started = (*LOOP, Frame("", 0, "__libc_start_main"))
+    assert steps_of(started, started, started) == (1, 2, 3)
     # Two allocations are no loop, nor are three at uneven distances.
     assert steps_of(LOOP, LOOP) is None and steps_of(LOOP, LOOP, OTHER, OTHER, LOOP) is None
     assert steps_of(LOOP, OTHER, LOOP, LOOP) is None
