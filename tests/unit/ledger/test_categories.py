@@ -313,6 +313,18 @@ def test_what_is_live_as_just_one_step_begins(first: int, last: int | None, cate
     assert categories_of(b, index) == [category]
 
 
+def test_a_step_begins_with_its_forward() -> None:
+    """What the program makes in a phase of the step before that is its batch."""
+    b = TraceBuilder(None)
+    b.phase(PhaseKind.FORWARD, 1)
+    b.new(8)
+    b.phase(PhaseKind.OTHER, 2)
+    batch = b.new(8)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.free(batch)
+    assert categories_of(b, batch) == [INPUTS]
+
+
 # -- copies of weights -------------------------------------------------------------------------------------------------
 
 WEIGHTS = [(2, 3), (4, 5), (6, 7), (8, 9)]
@@ -376,6 +388,18 @@ def test_where_and_how_copies_are_made() -> None:
     assert not copies(*WEIGHTS, line=None)
     assert not copies(*WEIGHTS, hidden=True)
     assert not copies(*WEIGHTS, freed=True)  # in the phase that made them
+
+
+def test_copies_in_the_last_phase_are_live_at_its_end() -> None:
+    for freed in (False, True):
+        b = TraceBuilder()
+        for number, shape in enumerate(WEIGHTS):
+            b.parameter(f"{number}.weight", *shape)
+        b.phase(PhaseKind.OTHER)
+        made = [b.new(*shape, op="aten.clone") for shape in WEIGHTS]
+        if freed:
+            b.free(*made)
+        assert (categories_of(b, made[0]) == [PARAMETERS]) != freed
 
 
 def test_a_loaded_checkpoint_has_storages_without_a_shape() -> None:

@@ -447,6 +447,17 @@ def test_a_failed_allocation_is_not_the_peak(build: TraceBuilder) -> None:
     assert find_live_storages(build.trace, peak_event - 1, frozenset()) == []
 
 
+def test_a_stage_begins_with_its_first_event(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", role=ModuleRole.ROOT)
+    build.alloc(KIB)
+    build.leave()
+    build.alloc(KIB)
+    ledger = build_ledger(build.trace)
+    assert (ledger.peak_stage.name, ledger.span_at(2).name) == ("output", "own code")
+    assert (ledger.span_at(3).name, ledger.span_at(4).name) == ("own code", "output")
+
+
 def test_errors_that_the_program_caught(build: TraceBuilder) -> None:
     """Those of a library's workspace are none of its errors."""
     build.phase(PhaseKind.FORWARD, 2, 1)

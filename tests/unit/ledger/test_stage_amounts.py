@@ -115,23 +115,26 @@ def test_memory_that_is_mapped_and_released_within_one_request() -> None:
     b.free(last)
     b.add(EventKind.STREAM, 1)
     b.free(b.alloc(60 * MIB))
-    b.phase(PhaseKind.FORWARD)
     b.add(EventKind.STREAM, 0)
-    b.alloc(80 * MIB)
+    b.phase(PhaseKind.FORWARD)
+    b.enter("", role=ModuleRole.ROOT)
+    b.alloc(512)
+    b.leave()
+    b.alloc(80 * MIB)  # the first event of its stage
     b.phase(PhaseKind.BACKWARD)
     b.alloc(100)
     ledger = build_ledger(
         b.trace, replay_on_gpu(b.trace, GpuMemory(130 * MIB, 0), parse_config("expandable_segments:True"))
     )
     assert [(s.reserved_bytes // MIB, s.peak_reserved_bytes // MIB) for s in ledger.stages] == [
-        (100, 100), (100, 120), (102, 102),
+        (100, 100), (102, 102), (102, 122), (102, 102),
     ]  # fmt: skip
     bridge = build_bridge(ledger)
     assert bridge is not None
     moment = bridge.peak_reserved
     assert (moment.stage, moment.step, moment.micro_batch) == ("loss", 1, 1)
-    assert (moment.reserved_bytes, moment.released_bytes) == (120 * MIB, 20 * MIB)
-    assert (moment.allocated_bytes, moment.fragmentation_bytes) == (100 * MIB, 0)
+    assert (moment.reserved_bytes, moment.released_bytes) == (122 * MIB, 20 * MIB)
+    assert (moment.allocated_bytes, moment.fragmentation_bytes) == (100 * MIB + 512, 2 * MIB - 512)
     assert (bridge.peak_allocated.stage, bridge.peak_allocated.released_bytes) == ("backward", 0)
 
 

@@ -78,6 +78,7 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
         ("root( 4x3 conv( 4x8 ) 4x7 pool( 4x6 ) 4x5 ) 4x1",
          ["own code: 4x3", "conv Conv: 4x8", "own code: 4x7", "pool Pool: 4x6", "own code: 4x5", "loss: 4x1"]),
         ("root( conv( 4x8 ) - pool( 4x6 ) - ) 4x1", ["conv Conv: 4x8 -", "pool Pool: 4x6 -", "loss: 4x1"]),
+        ("root( conv( 4x8 ) ) -", ["conv Conv: 4x8", "loss: -"]),
         ("root( conv( 4x8 ) 4x7 - pool( 4x6 ) )", ["conv Conv: 4x8", "own code: 4x7 -", "pool Pool: 4x6"]),
         ("root( conv( pool( 4x8 ) 4x7 ) )", ["conv Conv: 4x8 4x7"]),
         ("root( conv( 4x8 ) conv( 4x7 ) )", ["conv Conv: 4x8", "conv Conv: 4x7"]),  # called twice: no list
