@@ -148,7 +148,7 @@ def test_an_oversize_block_that_waits_is_counted_until_it_is_freed():
 
 def test_without_counts_only_reserved_bytes_are_counted():
     memory = CachingAllocator(None, counts=False)
-    blocks = [memory.malloc(size) for size in (1000, 3 * MIB, 5 * MIB)]
+    blocks = [memory.malloc(size) for size in (1000, 3 * MIB, 5 * MIB, 12 * MIB - 512)]
     for block in blocks:
         memory.free(block)
     counted = {name for name, value in memory.stats().items() if value}

@@ -324,6 +324,9 @@ def test_expandable_segments_that_are_turned_off_serve_nothing():
     memory.free(memory.malloc(15 * MIB))  # the only free blocks are expandable, or too small
     assert memory.counters.reserved_bytes == 56 * MIB
     assert memory.malloc(16 * MIB).segment.expandable is False and memory.counters.reserved_bytes == 56 * MIB
+    memory.free(memory.malloc(30 * MIB))
+    assert memory.malloc(18 * MIB).size == 18 * MIB  # of the 30, not of the expandable 20
+    assert memory.counters.reserved_bytes == 86 * MIB
 
 
 def test_garbage_collection_counts_only_searches_while_it_is_on():

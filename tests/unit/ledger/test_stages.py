@@ -55,6 +55,8 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
          ["embedding: 4x64", "layer 0: 4x64", "final norm: 4x64 -", "loss: 4x1"]),
         ("root( embedding( 4x64 ) layer0( norm( 4x64 ) 4x32 ) 4x1000 ) 4x1",  # the norm is the layer's
          ["embedding: 4x64", "layer 0: 4x64 4x32", "logits: 4x1000", "loss: 4x1"]),
+        ("root( embedding( 4x64 ) layer0( 4x64 4x63 ) - ) 4x1",
+         ["embedding: 4x64", "layer 0: 4x64 4x63 -", "loss: 4x1"]),
         # A module for the head.
         ("root( embedding( 4x64 ) layer0( 4x64 ) norm( 4x64 ) 4x8 head( 4x1000 ) 4x9 ) 4x1",
          ["embedding: 4x64", "layer 0: 4x64", "final norm: 4x64 4x8", "logits: 4x1000", "loss: 4x9 4x1"]),
@@ -65,6 +67,8 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
         ("root( embedding( 4x64 ) layer0( 4x64 ) 4x7 layer1( 4x64 ) head( 4x9 ) )",
          ["embedding: 4x64", "layer 0: 4x64 4x7", "layer 1: 4x64", "logits: 4x9"]),
         ("root( layer0( 4x64 ) 4x7 layer0.mlp( 4x8 ) layer1( 4x9 ) )", ["layer 0: 4x64 4x7 4x8", "layer 1: 4x9"]),
+        ("root( embedding( 4x64 ) layer0( 4x63 ) 4x7 layer0.mlp( 4x8 ) layer1( 4x9 ) )",
+         ["embedding: 4x64", "layer 0: 4x63 4x7 4x8", "layer 1: 4x9"]),
         ("root( layer0( part( 4x64 ) 4x7 ) )", ["layer 0: 4x64 4x7"]),
         ("root( layer0( 4x64 layer0.mlp( 4x8 ) 4x9 ) )", ["layer 0: 4x64 4x8 4x9"]),
         # Two stacks.
@@ -79,6 +83,7 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
          ["own code: 4x3", "conv Conv: 4x8", "own code: 4x7", "pool Pool: 4x6", "own code: 4x5", "loss: 4x1"]),
         ("root( conv( 4x8 ) - pool( 4x6 ) - ) 4x1", ["conv Conv: 4x8 -", "pool Pool: 4x6 -", "loss: 4x1"]),
         ("root( conv( 4x8 ) ) -", ["conv Conv: 4x8", "loss: -"]),
+        ("root( embedding( 4x64 ) conv( 4x8 ) )", ["own code: 4x64", "conv Conv: 4x8"]),
         ("root( conv( 4x8 ) 4x7 - pool( 4x6 ) )", ["conv Conv: 4x8", "own code: 4x7 -", "pool Pool: 4x6"]),
         ("root( conv( pool( 4x8 ) 4x7 ) )", ["conv Conv: 4x8 4x7"]),
         ("root( conv( 4x8 ) conv( 4x7 ) )", ["conv Conv: 4x8", "conv Conv: 4x7"]),  # called twice: no list
@@ -93,6 +98,17 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
 )  # fmt: skip
 def test_stages_of_a_forward(code: str, stages: list[str]) -> None:
     assert stages_of(code) == stages
+
+
+def test_stages_begin_and_end_at_events() -> None:
+    """A module's stage ends behind its return; the code between two belongs to one of them."""
+    b = TraceBuilder(None)
+    b.phase(PhaseKind.FORWARD)  # 0; the layer is called at 5, and returns at 7
+    run_forward(b, "root( embedding( 4x64 ) layer0( 4x63 ) norm( 4x62 ) 4x61 ) 4x1")
+    spans = [(span.name, span.begin, span.end) for span in list_spans(b.trace)]
+    assert spans == [
+        ("embedding", 0, 5), ("layer 0", 5, 8), ("final norm", 8, 11), ("own code", 11, 13), ("output", 13, 14),
+    ]  # fmt: skip
 
 
 def test_inference_ends_in_the_output() -> None:
