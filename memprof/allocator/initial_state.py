@@ -112,7 +112,6 @@ def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns,
         if action == ALLOC:
             if live.pop(address, None) is None:
                 state.contradictions.append(f"event {index} allocates {address:#x}, which nothing frees")
-            delayed_addresses.discard(address)
         elif action == FREE_COMPLETED:
             if address in live:
                 state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")

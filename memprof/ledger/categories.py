@@ -97,10 +97,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             span.plain_name
         )
         return span.plain_name in ("logits", "loss") or (
-            width is not None
-            and len(storage.shape) > 1
-            and storage.shape[-1] == width
-            and storage.shape not in weights
+            width is not None and len(storage.shape) > 1 and storage.shape[-1] == width and storage.shape not in weights
         )
 
     def categorize_storage(index: int, storage: Storage) -> Category:

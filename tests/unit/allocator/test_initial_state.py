@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import AllocatorConfig, parse_config
-from memprof.allocator.initial_state import State, completes_at_once, rebuild_initial_state
+from memprof.allocator import AllocatorConfig, CachingAllocator, Completion, parse_config
+from memprof.allocator.initial_state import State, completes_at_once, rebuild_initial_state, restore
 from memprof.trace.columns import EventColumns
 from memprof.trace.snapshot import Action, BlockState, SnapshotBlock, SnapshotEvent, SnapshotSegment
 
@@ -177,3 +177,39 @@ def test_a_free_completes_at_once_if_the_next_event_completes_it():
     )
     assert [completes_at_once(events, index) for index in (0, 2, 4)] == [True, False, False]
     assert not completes_at_once(columns((REQUESTED, 1, 512), (ALLOC, 1, 512)), 0)
+
+
+def test_an_allocator_in_the_state_of_the_beginning():
+    """A segment of another stream and pool with two live blocks, and 60 MiB of an expandable one with a hole."""
+    fixed = segment(SEGMENT, 30 * MIB)._replace(stream=7, pool_id=(0, 3))
+    mapped = [segment(MAPPED + at * MIB, size * MIB, expandable=True) for at, size in ((0, 40), (60, 20))]
+    state = undo(
+        (COMPLETED, SEGMENT + 2 * MIB, 3 * MIB), (REQUESTED, SEGMENT + 20 * MIB, 10 * MIB),
+        (COMPLETED, SEGMENT + 20 * MIB, 10 * MIB), (COMPLETED, MAPPED + 60 * MIB, 20 * MIB - 100),
+        segments=[fixed, *mapped],
+    )  # fmt: skip
+    memory = CachingAllocator(
+        None, AllocatorConfig(expandable_segments=True), completion=Completion.AT_SYNC, counts=False
+    )
+    blocks = restore(memory, state)
+    assert {address: (block.size, block.requested) for address, block in blocks.items()} == {
+        SEGMENT + 2 * MIB: (3 * MIB, 3 * MIB),
+        SEGMENT + 20 * MIB: (10 * MIB, 10 * MIB),
+        MAPPED + 60 * MIB: (20 * MIB, 20 * MIB - 100),
+    }
+    found = memory.segments()
+    assert [(one.address, one.size, one.stream, one.pool_id, one.expandable) for one in found] == [
+        (SEGMENT, 30 * MIB, 7, (0, 3), False),
+        (MAPPED, 40 * MIB, 0, (0, 0), True),
+        (MAPPED + 60 * MIB, 20 * MIB, 0, (0, 0), True),
+    ]
+    assert [[(block.size // MIB, block.state) for block in one.blocks] for one in found] == [
+        [(2, "inactive"), (3, "active_pending_free"), (15, "inactive"), (10, "active_allocated")],
+        [(40, "inactive")],
+        [(20, "active_pending_free")],
+    ]
+    assert memory.segment_store.total_bytes == 90 * MIB and memory.pending.requested_bytes == 23 * MIB - 100
+    # The hole is filled, and what waits is freed when its stream is done.
+    assert memory.malloc(50 * MIB).address == MAPPED and memory.segment_store.total_bytes == 110 * MIB
+    memory.pending.complete(blocks[SEGMENT + 2 * MIB])
+    assert memory.malloc(20 * MIB, 7, (0, 3)).address == SEGMENT

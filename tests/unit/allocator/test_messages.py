@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memprof.allocator import OomReport, format_size, parse_release
+from memprof.allocator import OomReport, OutOfMemory, format_size, parse_release
 from memprof.allocator.releases import LATEST
 from memprof.errors import UsageError
 
@@ -85,6 +85,12 @@ def test_the_process_has_its_context_and_what_is_reserved():
     report = REPORT.add_process_bytes(500 * MIB)
     assert report.process_bytes == 22 * GIB + 1012 * MIB
     assert "this process has 22.99 GiB memory in use" in report.message() and "this process" not in REPORT.message()
+
+
+def test_a_failed_allocation_has_the_exit_code_of_what_does_not_fit():
+    error = OutOfMemory(REPORT, parse_release("2.6"))
+    assert error.exit_code == 3 and error.report is REPORT and "PYTORCH_CUDA_ALLOC_CONF=" in str(error)
+    assert REPORT.message() == REPORT.message(LATEST)
 
 
 def test_a_request_of_an_exabyte():
