@@ -336,3 +336,13 @@ def test_requests_on_streams_and_in_pools():
     timeline = replay_trace(script.trace)
     assert [size // MIB for size in timeline.reserved] == [0, 0, 30, 30, 30, 60, 60, 90, 90, 90, 120, 90, 90, 60]
     assert [(segment.stream, segment.pool_id) for segment in timeline.segments] == [(0, (0, 0))] * 2
+
+
+def test_another_gpu_is_named_and_has_its_own_storages():
+    script = TraceBuilder()
+    script.alloc(60 * MIB)
+    other = script.alloc(150 * MIB, device="cuda:1")
+    run = replay_on_gpu(script.trace.select_device("cuda:1"), GpuMemory(100 * MIB, 0))
+    assert run.first_oom is not None and run.first_oom.event == 2 and run.first_oom.report.device == 1
+    assert "GPU 1 has a total capacity of 100.00 MiB of which 100.00 MiB is free" in run.first_oom.message
+    assert run.timeline.blocks == {other: 150 * MIB}
