@@ -6,6 +6,7 @@ import pytest
 
 from memprof.allocator import Completion
 from memprof.ledger.categories import Category
+from memprof.snapshots.occupancy import list_segments
 from memprof.snapshots.origins import UNKNOWN, Origin, Part
 from memprof.snapshots.recording import BEFORE, NEVER, Recording, build_recordings
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
@@ -191,12 +192,13 @@ def test_categories_of_blocks_by_when_they_are_freed(frames, then: list, categor
     assert found.lives[0].category == category
 
 
+@pytest.mark.parametrize("completes", [True, False])
 @pytest.mark.parametrize(
     ("frames", "then", "later", "category"),
     [(CALL, CALL, NEXT_CALL, "temporaries"), (FORWARD, GRADIENT, STEP, "activations")],
 )
-def test_a_block_is_freed_when_the_program_frees_it(frames, then, later, category: str) -> None:
-    """Although its memory is free only later, when another stream has done its work."""
+def test_a_block_is_freed_when_the_program_frees_it(frames, then, later, category: str, completes: bool) -> None:
+    """Although its memory is free only later, when another stream has done its work, or after the recording."""
     program = Program()
     program.recorder.allocator.pending.completion = Completion.AT_SYNC
     block = program.malloc(4 * MIB, frames)
@@ -206,9 +208,10 @@ def test_a_block_is_freed_when_the_program_frees_it(frames, then, later, categor
     program.free(block)
     program.malloc(512, then)
     program.malloc(512, later)
-    program.recorder.allocator.pending.synchronize()
+    if completes:
+        program.recorder.allocator.pending.synchronize()
     (found,) = build_recordings(program.snapshot())
-    assert found.lives[0].gone == found.end and found.lives[0].category == category
+    assert found.lives[0].gone == (found.end if completes else NEVER) and found.lives[0].category == category
 
 
 @pytest.mark.parametrize(
@@ -239,3 +242,17 @@ def test_a_workspace_of_cublas_is_known_by_its_size_and_never_freed(is_freed: bo
         program.free(block)
     (found,) = build_recordings(program.snapshot())
     assert found.lives[0].category == category
+
+
+def test_each_device_has_its_own_segments_events_and_blocks() -> None:
+    programs = Program(), Program()
+    programs[0].malloc(30 * MIB, INPUT)
+    programs[0].malloc(2 * MIB, INPUT, stream=5)
+    programs[1].malloc(40 * MIB, ACTIVATION)
+    first, second = (program.snapshot(last=1) for program in programs)
+    segments = first.segments + [segment._replace(device=1) for segment in second.segments]
+    found = build_recordings(Snapshot(segments, [first.traces[0], second.traces[0]]))
+    assert [(one.device, one.start[2] // MIB, len(one.events)) for one in found] == [(0, 50, 1), (1, 40, 1)]
+    assert [[life.size // MIB for life in one.lives] for one in found] == [[30, 2], [40]]
+    assert [[segment.size // MIB for segment in list_segments(one, one.end, [])] for one in found] == [[20, 30], [40]]
+    assert [segment.device for segment in found[1].final] == [1]
