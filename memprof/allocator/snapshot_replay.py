@@ -179,11 +179,9 @@ class _DeviceReplay:
             action = actions[index]
             if action == ALLOC:
                 driver.event_index = index
-                driver.stream = stream = streams[index]
-                size, address = requested[index], addresses[index]
-                driver.is_small = size <= SMALL_SIZE
+                address = addresses[index]
                 try:
-                    block = malloc(size, stream)
+                    block = malloc(requested[index], streams[index])
                 except OutOfMemory:
                     self.check_answer(index, None)
                     return index + 1

@@ -402,3 +402,20 @@ def test_why_the_file_does_not_say_enough(text, reason):
     (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [moved], settings), TOTAL)
     assert found.first_difference is not None and found.first_difference.reason.startswith(reason)
     assert bool(found.first_difference.reason) == bool(reason)
+
+
+@pytest.mark.parametrize("names_pool", [True, False])
+def test_private_pools_are_told_by_the_events_or_by_their_segments(names_pool):
+    """Before 2.9 events have no pool: it is that of the final segment around them."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    recorder.allocator.create_pool((1, 0))
+    block = recorder.allocator.malloc(30 * MIB, 0, (1, 0))
+    recorder.write(Action.ALLOC, block.address, 30 * MIB)
+    recorder.free(block)
+    recorder.malloc(30 * MIB)  # of another pool
+    recorder.malloc(1000)
+    pool = (1, 0) if names_pool else (0, 0)
+    inside = range(block.address, block.address + 30 * MIB)
+    events = [event._replace(pool_id=pool) if event.address in inside else event for event in recorder.events]
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [events], {}), TOTAL)
+    assert found.exact and found.identical_addresses == 3

@@ -465,3 +465,18 @@ def test_split_and_expandable_memory_is_no_garbage():
     expandable.free(expandable.malloc(60 * MIB))
     expandable.malloc(90 * MIB, stream=1)
     assert expandable.counters.reserved_bytes == 160 * MIB
+
+
+def test_of_free_blocks_before_unmapped_memory_the_one_that_could_grow_least():
+    """20 MiB before 60 unmapped, 25 before 40, and 30 between live blocks."""
+    memory = allocator("expandable_segments:True")
+    first, hole, _, second, other_hole, _, enclosed, _ = (
+        memory.malloc(size * MIB) for size in (20, 60, 15, 25, 40, 10, 30, 10)
+    )
+    memory.free(hole)
+    memory.free(other_hole)
+    memory.empty_cache()
+    assert memory.counters.reserved_bytes == 120 * MIB
+    for block in (first, second, enclosed):
+        memory.free(block)
+    assert memory.malloc(15 * MIB).address == enclosed.address

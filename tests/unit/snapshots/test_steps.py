@@ -52,6 +52,14 @@ def annotated(annotations: list[dict[str, object]], times: list[int | None] | No
     return find_steps(blocks(*[()] * 8, times=TIMES if times is None else times), annotations)
 
 
+def test_annotations_of_a_recording_without_events() -> None:
+    program = Program()
+    program.malloc(512)
+    snapshot = program.snapshot()
+    (found,) = build_recordings(Snapshot(snapshot.segments, [[]], snapshot.settings))
+    assert find_steps(found, notes(12, 22)) is None
+
+
 def test_a_step_begins_after_the_one_before_has_ended() -> None:
     assert annotated(notes(12, 22)) == Steps((0, 3, 6), "2 annotated optimizer steps")
     assert annotated(notes(21, 15, 16)) == Steps((0, 3, 5), "3 annotated optimizer steps")  # sorted, each once
@@ -108,6 +116,8 @@ def test_lines_that_say_nothing_of_steps() -> None:
     assert steps_of(launcher, launcher, launcher) is None
     layer = stack("layer.py:3 forward", "call", "train.py:3 f")
     assert steps_of(layer, layer, layer) is None and steps_of(OTHER, layer, layer, layer) is None
+    inner = stack("layer.py:4 forward", "call", "train.py:3 f")
+    assert steps_of(layer, inner, layer, OTHER, layer) == (1, 3, 5)  # of the steps, one has a line outside the call
     started = (*LOOP, Frame("", 0, "__libc_start_main"))
     assert steps_of(started, started, started) == (1, 2, 3)
     # Two allocations are no loop, nor are three at uneven distances.
