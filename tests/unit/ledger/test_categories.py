@@ -104,8 +104,8 @@ def test_a_tensor_made_from_logits_after_the_model() -> None:
 
 def test_a_whole_compiled_forward_has_logits_as_wide_as_the_head_has_rows() -> None:
     b = TraceBuilder()
-    b.parameter("head.weight", 1000, 64)
     b.parameter("embedding.weight", 2000, 64)
+    b.parameter("head.weight", 1000, 64)
     b.phase(PhaseKind.FORWARD)
     made = run_forward(b, "+head root( 4x1000@head 4x2000@head 1000@head )")
     assert categories_of(b, *made) == [LOGITS, ACTIVATIONS, ACTIVATIONS]
@@ -388,6 +388,19 @@ def test_where_and_how_copies_are_made() -> None:
     assert not copies(*WEIGHTS, line=None)
     assert not copies(*WEIGHTS, hidden=True)
     assert not copies(*WEIGHTS, freed=True)  # in the phase that made them
+
+
+def test_what_has_an_owner_is_no_copy() -> None:
+    """Of two tensors that one line makes, the optimizer's says nothing of the other."""
+    b = TraceBuilder()
+    b.parameter("weight", 2, 3)
+    b.phase(PhaseKind.FORWARD)
+    b.new(1)
+    b.phase(PhaseKind.OTHER)
+    copy = b.new(2, 3, op="aten.clone")
+    b.new(2, 3, op="aten.clone", owner=(Role.OPTIMIZER_STATE, "average"))
+    b.phase(PhaseKind.FORWARD)
+    assert categories_of(b, copy) == [UNATTRIBUTED]
 
 
 def test_copies_in_the_last_phase_are_live_at_its_end() -> None:

@@ -456,6 +456,7 @@ def test_a_stage_begins_with_its_first_event(build: TraceBuilder) -> None:
     ledger = build_ledger(build.trace)
     assert (ledger.peak_stage.name, ledger.span_at(2).name) == ("output", "own code")
     assert (ledger.span_at(3).name, ledger.span_at(4).name) == ("own code", "output")
+    assert [(stage.delta_bytes, stage.requested_delta_bytes) for stage in ledger.stages] == [(KIB, KIB), (KIB, KIB)]
 
 
 def test_errors_that_the_program_caught(build: TraceBuilder) -> None:

@@ -16,18 +16,19 @@ def test_shares_of_two_streams() -> None:
     script = StreamScript()
     waiting, freed = script.alloc(40 * MIB, stream=3), script.alloc(30 * MIB, stream=3)
     script.alloc(20 * MIB, stream=3)
+    script.alloc(16 * MIB, stream=3)
     script.use(waiting, 0)
     script.free(waiting, freed)
     script.alloc(50 * MIB)
     assert memory_of(script) == StreamMemory(
         streams=(
             StreamShare(0, 50 * MIB, 50 * MIB, 0, 0),
-            StreamShare(3, 90 * MIB, 20 * MIB, 40 * MIB, 30 * MIB),
+            StreamShare(3, 106 * MIB, 36 * MIB, 40 * MIB, 30 * MIB),
         ),
-        reserved_bytes=140 * MIB,
-        single_stream_bytes=140 * MIB,  # 50 MiB fit into neither of the free blocks
-        lower_bound_bytes=140 * MIB,
-        upper_bound_bytes=140 * MIB,
+        reserved_bytes=156 * MIB,
+        single_stream_bytes=156 * MIB,  # 50 MiB fit into neither of the free blocks
+        lower_bound_bytes=156 * MIB,
+        upper_bound_bytes=156 * MIB,
     )
 
 

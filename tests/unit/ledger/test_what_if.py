@@ -99,3 +99,11 @@ def test_workspaces_follow_what_is_inserted_and_removed_before_them() -> None:
         moved = edit_events(b.trace, inserted, removed)
         assert [one.event for one in moved.workspaces] == [event]
         assert moved.events[event] == Event(ALLOC, workspace)
+
+
+def test_a_call_without_a_workspace_stays_behind_the_events_before_it() -> None:
+    b = TraceBuilder(first=None)
+    b.free(b.alloc(512))
+    b.free(b.alloc(512))
+    b.trace.workspaces.append(Workspace(2, GPU, 0, 512))
+    assert [edit_events(b.trace, {}, removed).workspaces[0].event for removed in ((2,), (1, 2), (3,))] == [2, 1, 2]
