@@ -7,7 +7,7 @@ import pytest
 from memprof.ledger.categories import Category, categorize, is_half_precision_copy
 from memprof.ledger.stages import list_spans
 from memprof.spec import TargetSpec
-from memprof.trace.events import HOST, ModuleRole, PhaseKind, Role
+from memprof.trace.events import HOST, EventKind, ModuleRole, PhaseKind, Role
 from memprof.trace.facts import Facts, Target
 from tests.unit.ledger.forwards import VOCABULARY, WIDTH, run_forward
 from tests.unit.traces import TraceBuilder
@@ -455,6 +455,20 @@ def test_what_outlives_its_call_when_the_run_ends_out_of_memory() -> None:
         b.trace.ended_out_of_memory = ended
         assert categories_of(b, first, last) == expected
         assert categories_of(b, gone) == [TEMPORARIES]
+
+
+def test_a_call_ends_at_its_return_and_at_nothing_else() -> None:
+    b = TraceBuilder()
+    b.phase(PhaseKind.FORWARD)
+    b.enter("layers.0", role=ModuleRole.LAYER)
+    temporary = b.new(8)
+    b.empty_cache()
+    b.free(temporary)
+    b.leave()
+    b.add(EventKind.EXIT, 0)  # of no call
+    outside = b.new(8)
+    b.free(outside)
+    assert categories_of(b, temporary) == [TEMPORARIES]
 
 
 def test_a_call_that_raised_has_no_end() -> None:

@@ -17,6 +17,7 @@ from memprof.trace.events import (
     Event,
     EventKind,
     ModuleRole,
+    Owner,
     PhaseKind,
     Role,
     Workspace,
@@ -499,6 +500,8 @@ def test_what_is_said_of_a_live_tensor(build: TraceBuilder) -> None:
     assert (mask.dtype, mask.category, mask.op, mask.source) == ("bfloat16", "buffers", "aten.ones", "model.py:7 build")
     assert (mask.module, mask.name, mask.phase, mask.storages) == (None, "blocks.3.mask", "model", (0,))
     assert (other.module, other.name, other.phase, other.source) == ("blocks.3", None, "backward", None)
+    build.trace.owners[0] = Owner(Role.BUFFER, "")
+    assert build_ledger(build.trace).live[0].name is None
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,13 @@ def test_the_last_sample_of_a_stage() -> None:
     assert backward.measured_allocated_bytes == 80
 
 
+@pytest.mark.parametrize(("event", "allocated"), [(1, [7, None, None]), (2, [None, 7, None]), (5, [None, 7, None])])
+def test_a_sample_is_of_the_stage_that_its_event_is_in(event, allocated) -> None:
+    b = measured()
+    b.trace.samples = [sample(event, allocated_bytes=7)]
+    assert [stage.measured_allocated_bytes for stage in stages_of(b)] == allocated
+
+
 @pytest.mark.parametrize(
     ("samples", "seconds"),
     [
