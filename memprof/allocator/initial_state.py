@@ -112,7 +112,6 @@ def rebuild_initial_state(segments: list[SnapshotSegment], events: EventColumns,
         if action == ALLOC:
             if live.pop(address, None) is None:
                 state.contradictions.append(f"event {index} allocates {address:#x}, which nothing frees")
-            delayed_addresses.discard(address)
         elif action == FREE_COMPLETED:
             if address in live:
                 state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")
@@ -241,12 +240,11 @@ def _set_block_sizes(state: State, events: EventColumns, config: AllocatorConfig
         if gap < 0:
             state.contradictions.append(f"the block at {address:#x} does not fit in its place")
             block.size += gap
-        if has_size or run.is_small or run.expandable or gap <= 0:
-            continue
-        if gap <= SMALL_SIZE or block.size >= config.max_split_size:
-            block.size += gap
-        else:
-            open_ends.append((address + block.size, max_end, block))
+        elif not (has_size or run.is_small or run.expandable):
+            if gap <= SMALL_SIZE or block.size >= config.max_split_size:
+                block.size += gap
+            else:
+                open_ends.append((address + block.size, max_end, block))
     _set_sizes_by_neighbours(state, events, open_ends)
 
 
@@ -288,7 +286,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
             previous = (run, tail)
         else:
             block = store.add_segment(owner, run.address, run.size)
-        store.count_driver_bytes(owner, run.size, 0 if run.expandable else 1)
+        store.total_bytes += run.size
         for address in addresses[bisect_left(addresses, run.address) : bisect_left(addresses, run.end)]:
             live_block = state.live[address]
             assert live_block.size is not None
@@ -335,7 +333,7 @@ def _restore_run(
 
 def _find_base(run: Range, state: State) -> int:
     """Return the lowest known address of the expandable segment of `run`, above all other segments before it."""
-    others = [other.address for other in state.ranges if not (other.expandable and _is_same_space(other, run))]
+    others = [other.address for other in state.ranges]  # `run` is the first of its segment
     for key, segment_addresses in state.known_addresses.items():
         if key != (run.stream, run.is_small):
             others += segment_addresses

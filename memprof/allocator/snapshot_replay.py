@@ -125,7 +125,7 @@ class _DeviceReplay:
         if not snapshot.settings:
             has_mappings = SEGMENT_MAP in self.events.actions
             self.allocator.expandable |= has_mappings or any(segment.expandable for segment in self.final)
-        self.private_segments = {s.address: s for s in self.final if s.pool_id != DEFAULT_POOL}
+        self.private_segments = [segment for segment in self.final if segment.pool_id != DEFAULT_POOL]
         self.first_difference: ReplayDifference | None = None
         self.block_sizes = array("q")
         self.flushes: list[int] = []
@@ -179,11 +179,9 @@ class _DeviceReplay:
             action = actions[index]
             if action == ALLOC:
                 driver.event_index = index
-                driver.stream = stream = streams[index]
-                size, address = requested[index], addresses[index]
-                driver.is_small = size <= SMALL_SIZE
+                address = addresses[index]
                 try:
-                    block = malloc(size, stream)
+                    block = malloc(requested[index], streams[index])
                 except OutOfMemory:
                     self.check_answer(index, None)
                     return index + 1
@@ -333,13 +331,12 @@ class _DeviceReplay:
             self.report(index, self.driver.problem)
 
     def get_pool_id(self, event: SnapshotEvent) -> PoolId:
-        if event.pool_id != DEFAULT_POOL:
-            self.allocator.create_pool(event.pool_id)
-            return event.pool_id
-        for segment in self.private_segments.values():  # before 2.9, events have no pool id
-            if segment.address <= event.address < segment.address + segment.size:
-                return segment.pool_id
-        return DEFAULT_POOL
+        pool_id = event.pool_id
+        if pool_id == DEFAULT_POOL:  # before 2.9, events have no pool id
+            around = (s for s in self.private_segments if s.address <= event.address < s.address + s.size)
+            pool_id = next((segment.pool_id for segment in around), DEFAULT_POOL)
+        self.allocator.create_pool(pool_id)
+        return pool_id
 
     def report(self, index: int, problem: str) -> None:
         if self.first_difference is None:

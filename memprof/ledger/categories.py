@@ -73,7 +73,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     names = {f"{trace.modules[index].path}.weight" for index in heads}
     weights_of_heads = (trace.storages[i] for i, owner in trace.owners.items() if owner.name in names)
     head_rows = next((storage.shape[0] for storage in weights_of_heads), vocab_size)
-    early_frees = {ref for kind, ref in trace.events[: first_forward + 1] if kind is _FREE}
+    early_frees = {ref for kind, ref in trace.events[:first_forward] if kind is _FREE}
 
     # A script measured without --detail has no lines outside its modules: tensors made there count as its own.
     lacks_lines = trace.source == "measured" and trace.facts.target is None
@@ -97,11 +97,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             span.plain_name
         )
         return span.plain_name in ("logits", "loss") or (
-            width is not None
-            and len(storage.shape) > 1
-            and storage.shape[-1] == width
-            and storage.shape not in weights
-            and not storage.hidden
+            width is not None and len(storage.shape) > 1 and storage.shape[-1] == width and storage.shape not in weights
         )
 
     def categorize_storage(index: int, storage: Storage) -> Category:

@@ -40,8 +40,7 @@ def list_training_steps(trace: Trace, allocated: Sequence[int]) -> list[Training
     steps = []
     bytes_before = allocated[begin - 1] if begin else 0
     for step, end in sorted(ends.items(), key=lambda item: item[1]):
-        peak = max(without_evaluation[begin:end], default=-1)
-        peak = bytes_before if peak < 0 else peak
+        peak = max(without_evaluation[begin:end])  # the optimizer's step is in it
         steps.append(TrainingStep(step, peak, allocated[end - 1], allocated[end - 1] - bytes_before, begin, end))
         bytes_before, begin = allocated[end - 1], end
     return steps

@@ -10,8 +10,6 @@ from memprof.ledger.ledger import Ledger
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot import BlockState, SnapshotSegment
 
-_STREAM_EVENTS = (EventKind.STREAM, EventKind.USE, EventKind.WAIT)
-
 
 @dataclass(frozen=True, slots=True)
 class StreamShare:
@@ -45,8 +43,8 @@ class StreamMemory:
         stream_ids = sorted({segment.stream for segment in segments})
         if len(stream_ids) < 2 and run.bounds is None:
             return None
-        events = [event for event in trace.events if event.kind not in _STREAM_EVENTS]
-        single_stream_trace = dataclasses.replace(trace, events=events, uses=[], waits=[])
+        events = [event for event in trace.events if event.kind is not EventKind.STREAM]
+        single_stream_trace = dataclasses.replace(trace, events=events, uses=[])
         replay = TraceReplay(single_stream_trace, None, run.config, run.release, counts=False)
         replay.advance(writes=False)
         return cls(

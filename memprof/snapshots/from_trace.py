@@ -77,9 +77,7 @@ class _RecordingDriver(SimulatedDriver):
         self.stack: Stack = ()
         self.stream = 0
         # Stream of each segment and of each range of mapped memory, by address.
-        self._streams: SortedDict[int, int] = (
-            SortedDict()
-        )  # stream of each segment and of each range of mapped memory, by address
+        self._streams: SortedDict[int, int] = SortedDict()
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -166,8 +164,7 @@ def _convert(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | None, *, un
                 if ref in refused_storages:
                     continue
                 driver.lift_limit()
-                allocator.allowed_bytes = None
-                allocator.gc_enabled = False
+                allocator.lift_limit()
                 block = allocator.malloc(storage.num_bytes, driver.stream, pool)
             live[ref] = block
             stacks[block.address] = stack

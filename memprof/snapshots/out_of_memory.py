@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size, segment_size
+from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_BUFFER, SMALL_SIZE, round_size, segment_size
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
 from memprof.snapshots.occupancy import measure_fragmentation
 from memprof.snapshots.origins import find_origin
@@ -47,9 +47,12 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     usable_bytes = sum(segment.free for segment in mine)
     largest_free = max((segment.largest_free for segment in mine), default=0)
     expandable = any(segment.expandable for segment in segments)
-    tried_bytes = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
+    large_segment = recording.replay.config.large_segment_size
+    tried_bytes = size if expandable else segment_size(size, large_segment)
+    unit = (SMALL_BUFFER if is_small else large_segment) if expandable else 1
+    is_limited = event.address >= -(-tried_bytes // unit) * unit  # the GPU itself had room
     missing = size - state.free_bytes - event.address
-    fragmented = missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
+    fragmented = not is_limited and missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
     reasons = [
         f"{format_bytes(event.size)} were requested; the GPU had {format_bytes(event.address)} free",
         f"torch held {format_bytes(state.reserved_bytes)}, {format_bytes(state.used_bytes)} of it in use and "
@@ -68,7 +71,9 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
                 "none of it could go back to the GPU: every segment with free memory there "
                 f"({num_pinned}) holds a block in use"
             )
-    if fragmented:
+    if is_limited:
+        reasons.append("the GPU is not full: a limit of the process was reached (set_per_process_memory_fraction)")
+    elif fragmented:
         reasons.append(
             "fragmentation: free memory was enough in sum, but in no single piece"
             + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --alloc-conf)")
@@ -76,7 +81,7 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     elif missing > 0:
         reasons.append(f"not fragmentation: even with the whole cache {format_bytes(missing)} would have been missing")
     else:
-        share = 100 * state.used_bytes / state.reserved_bytes if state.reserved_bytes else 100
+        share = 100 * state.used_bytes / state.reserved_bytes
         reasons.append(
             f"the GPU is full: {share:.0f}% of what torch holds is in use; in one piece the rest would have served "
             f"this request, and {format_bytes(-missing)} more"

@@ -117,12 +117,12 @@ class _RecordingBuilder:
         recording = self.found
         requested = allocated = 0
         for address, block in sorted(recording.replay.start.live.items()):
-            size = round_size(block.requested) if block.size is None else block.size
-            life = BlockLife(address, block.requested, size, 0, BEFORE, (), UNKNOWN)
+            assert block.size is not None
+            life = BlockLife(address, block.requested, block.size, 0, BEFORE, (), UNKNOWN)
             if block.pending:
                 life.freed = BEFORE
             else:
-                allocated += size
+                allocated += block.size
             requested += block.requested
             self.live[address] = life
             recording.lives.append(life)

@@ -45,7 +45,7 @@ class Leak:
 
 
 def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:
-    """Return the steps of `recording`; None if fewer than LEAST_STEPS are recognised."""
+    """Return the steps of `recording`; None if fewer than MIN_STEPS are recognised."""
     return _find_annotated_steps(recording, annotations) or _find_periodic_steps(recording)
 
 
@@ -112,10 +112,10 @@ def _is_regular(events: list[int]) -> bool:
 
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
-    """Return whether all complete stacks are inside the same module call, or none is complete."""
+    """Return whether all complete stacks are inside the same module call."""
     complete = [frames[::-1] for frames in stacks if _is_complete_stack(frames)]
     common = takewhile(lambda frames: len(set(frames)) == 1, zip(*complete, strict=False))
-    return not complete or any(frames[0].name in MODULE_CALLS for frames in common)
+    return any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:

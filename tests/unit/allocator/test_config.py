@@ -136,6 +136,10 @@ def test_defaults():
         ("expandable_segments=True", ("expandable_segments=True", "did you mean 'expandable_segments'")),
         ("expandable_segments:True;max_split_size_mb:64", ("expandable_segments is 'True;max_split_size_mb'",)),
         ("[", ("unknown allocator setting '['",)),
+        ("roundup_power2_divisions:[1:2,:4]", ("roundup_power2_divisions has no value", "a power of 2 from 2")),
+        ("roundup_power2_divisions:[1:]", ("roundup_power2_divisions has no value",)),
+        ("roundup_power2_divisions:[12:4]", ("roundup_power2_divisions has the key '12'", "a power of 2")),
+        ("roundup_power2_divisions:[1 4]", ("':' expected after '14', found ']'",)),
     ],
 )
 def test_errors_name_the_setting_its_value_and_what_is_allowed(text, names):
@@ -204,3 +208,191 @@ def test_settings_of_a_snapshot():
 def test_another_allocator_is_refused():
     with pytest.raises(UsageError, match="native allocator"):
         CachingAllocator(1 << 30, parse_config("backend:cudaMallocAsync"))
+
+
+# -- each rule at its edge, where torch's CPU build cannot be asked ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["expandable_segments", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
+     "pinned_use_hip_host_register", "pinned_use_background_threads", "pinned_free_catch_all",
+     "graph_capture_record_stream_reuse", "throw_on_cudamalloc_oom"],
+)  # fmt: skip
+def test_flags(flag):
+    on, off = (parse_config(f"{flag}:{value},max_split_size_mb:64") for value in ("True", "False"))
+    assert on.max_split_size == off.max_split_size == 64 * MIB
+    assert not getattr(off, flag, False) and getattr(on, flag, True)
+    assert not _accepts(f"{flag}:1", "2.15")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("pinned_num_register_threads:1", True),
+        ("pinned_num_register_threads:128", True),
+        ("pinned_num_register_threads:256", False),
+        ("pinned_num_register_threads:0", False),
+        ("pinned_num_register_threads:6", False),
+        ("pinned_reserve_segment_size_mb:0", False),
+        ("pinned_reserve_segment_size_mb:1", True),
+        ("per_process_memory_fraction:0", True),
+        ("per_process_memory_fraction:1", True),
+        ("per_process_memory_fraction:1.01", False),
+        ("per_process_memory_fraction:-0.01", False),
+        ("garbage_collection_threshold:0", False),
+        ("garbage_collection_threshold:1", False),
+        ("garbage_collection_threshold:1e-3", True),
+        ("garbage_collection_threshold:.5", True),
+        ("garbage_collection_threshold:.5e-1", True),
+        ("garbage_collection_threshold:+0.5", True),
+        ("garbage_collection_threshold:-0.5", False),
+        ("garbage_collection_threshold:inf", False),
+        ("garbage_collection_threshold:e5", False),
+        ("backend:native", True),
+        ("backend:cudaMallocAsync", True),
+        ("max_split_size_mb:18446744073709551616", False),
+        ("max_split_size_mb:64:128", False),
+        (",", False),
+        ("max_split_size_mb:64,,expandable_segments:True", False),
+        ("expandable_segments_reserve_by_class:[]", True),
+        ("expandable_segments_reserve_by_class:[a:0.5", False),
+        ("expandable_segments_reserve_by_class:a", False),
+        ("expandable_segments_reserve:", False),
+        ("roundup_power2_divisions:[1:0]", True),
+        ("roundup_power2_divisions:[9223372036854775808:2]", True),  # 19 digits
+        ("roundup_power2_divisions:[00000000000000000001:2]", False),  # 20
+        ("roundup_power2_divisions:[x:2]", False),
+        ("roundup_power2_divisions:[1:2,:4]", False),
+    ],
+)
+def test_what_is_allowed(text, is_allowed):
+    assert _accepts(text, "2.15") == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "first"),
+    [
+        ("per_process_memory_fraction:0.5", "2.9", "2.10"),
+        ("large_segment_size_mb:32", "2.10", "2.11"),
+        ("throw_on_cudamalloc_oom:True", "2.11", "2.12"),
+        ("expandable_segments_reserve:0.5", "2.14", "2.15"),
+        ("expandable_segments_reserve_by_class:[a:0.5]", "2.14", "2.15"),
+        ("max_split_size_mb:20", "2.8", "2.9"),
+        ("max_non_split_rounding_mb:20", "2.8", "2.9"),
+    ],
+)
+def test_the_first_release_with_a_setting(setting, before, first):
+    assert not _accepts(setting, before) and _accepts(setting, first)
+    assert _accepts(setting.replace(":20", ":21") if ":20" in setting else "expandable_segments:True", "2.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("max_split_size_mb:29,large_segment_size_mb:30", "MiB, at least 30 (large_segment_size_mb)"),
+        ("max_non_split_rounding_mb:19", "MiB, at least 20 (large_segment_size_mb)"),
+        ("max_split_size_mb:0", "MiB, at least 20 (large_segment_size_mb)"),
+        ("large_segment_size_mb:10", "MiB, more than 10"),
+        ("roundup_power2_divisions:[64:3]", "0 or a power of 2"),
+        ("max_split_size_mb", "key:value,key:value"),
+    ],
+)
+def test_what_would_be_allowed(text, hint):
+    with pytest.raises(UsageError) as caught:
+        parse_config(text)
+    assert caught.value.hint == hint
+    for release in ("2.8", "2.9"):
+        with pytest.raises(UsageError) as caught:
+            parse_config("max_split_size_mb:19", parse_release(release))
+        assert caught.value.hint == ("MiB, more than 20" if release == "2.8" else "MiB, at minimum 20")
+
+
+def test_limits_of_a_split_are_those_of_the_large_segment():
+    config = parse_config("max_split_size_mb:30,max_non_split_rounding_mb:31,large_segment_size_mb:30")
+    assert (config.max_split_size, config.max_non_split_rounding) == (30 * MIB, 31 * MIB)
+    assert AllocatorConfig().max_non_split_rounding == AllocatorConfig().large_segment_size == 20 * MIB
+    assert AllocatorConfig().per_process_memory_fraction == 1 and AllocatorConfig().garbage_collection_threshold == 0
+    assert parse_config("max_split_size_mb:18446744073709551615").max_split_size == UNLIMITED // MIB * MIB
+    assert parse_config("max_split_size_mb:-18446744073709551594").max_split_size == 22 * MIB  # it wraps around
+    assert parse_config(" max_split_size_mb : 64 ").text == " max_split_size_mb : 64 "
+
+
+@pytest.mark.parametrize(
+    ("value", "share", "num_bytes"),
+    [
+        (".5", 0.5, None), ("+2", 2, None), ("1e-1", 0.1, None), ("2.5", 2.5, None), ("2.", 2, None),
+        ("1.5g", 9 / 8, 3 << 29), ("1e1G", 9 / 8, 10 << 30), (".5G", 9 / 8, 1 << 29),
+        ("0", 9 / 8, None), ("0G", 9 / 8, None), ("-1", 9 / 8, None), ("1e999", 9 / 8, None), ("1T", 9 / 8, None),
+    ],
+)  # fmt: skip
+def test_reserve_as_a_share_or_in_gib(value, share, num_bytes):
+    config = parse_config(f"expandable_segments_reserve:{value},expandable_segments:True")
+    assert config.expandable_segments
+    assert (config.expandable_segments_reserve, config.expandable_segments_reserve_bytes) == (share, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "divisions"),
+    [
+        ("8", (8,) * 16),
+        ("[4:2]", (2, 2, 2) + (0,) * 13),  # the first counts for all below it
+        ("[4:2,16:8]", (2, 2, 2, 0, 8) + (0,) * 11),
+        ("[1:2,>:4]", (2,) + (4,) * 15),
+        ("[>:4]", (0,) + (4,) * 15),
+        ("[32768:2]", (2,) * 16),
+        ("[65536:2]", (2,) * 16),
+        ("[1:4,65536:2]", (4,) + (0,) * 14 + (2,)),
+        ("[1:4,2:0]", (4,) + (0,) * 15),
+    ],
+)
+def test_divisions_of_each_octave(text, divisions):
+    assert parse_config(f"roundup_power2_divisions:{text}").roundup_power2_divisions == divisions
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_split_size": 0}, {"max_split_size": 0}),
+        ({"max_split_size": -1}, {}),
+        ({"max_split_size": UNLIMITED >> 1}, {}),
+        ({"max_split_size": (UNLIMITED >> 1) - 1}, {"max_split_size": (UNLIMITED >> 1) - 1}),
+        ({"max_split_size": "64"}, {}),
+        ({"garbage_collection_threshold": 1}, {"garbage_collection_threshold": 1.0}),
+        ({"garbage_collection_threshold": "0.5"}, {}),
+        ({"expandable_segments": 1}, {}),
+        ({"expandable_segments": True}, {"expandable_segments": True}),
+        ({"roundup_power2_divisions": {"1": 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
+        ({"roundup_power2_divisions": {1: 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
+        ({"roundup_power2_divisions": {"32768": 2}}, {"roundup_power2_divisions": (0,) * 15 + (2,)}),
+        ({"roundup_power2_divisions": {"65536": 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),
+        ({"roundup_power2_divisions": {str(1 << 63): 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),  # 19 digits
+        ({"roundup_power2_divisions": {str(1 << 64): 4}}, {}),  # 20 digits
+        ({"roundup_power2_divisions": {"3": 2, "x": 2, "-1": 2, "0": 2, "4": "2"}}, {}),
+        ({"roundup_power2_divisions": {"1": 1}}, {}),  # no division
+        ({"roundup_power2_divisions": 2}, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": 7}, {}),
+    ],
+)
+def test_settings_of_a_snapshot_one_by_one(settings, expected):
+    assert config_from_settings(settings) == AllocatorConfig(**expected)
+
+
+def test_the_settings_of_a_snapshot_count_more_than_its_environment():
+    text = "max_split_size_mb:64,roundup_power2_divisions:8,garbage_collection_threshold:0.5,expandable_segments:True"
+    config = config_from_settings({"PYTORCH_CUDA_ALLOC_CONF": text})
+    assert config == parse_config(text) and config.text == text
+    now = {"max_split_size": -1, "roundup_power2_divisions": {}, "expandable_segments": False}
+    changed = config_from_settings({"PYTORCH_CUDA_ALLOC_CONF": text, **now})
+    assert (changed.max_split_size, changed.roundup_power2_divisions) == (UNLIMITED, ())
+    assert not changed.expandable_segments and changed.garbage_collection_threshold == 0.5
+
+
+def test_the_environment_of_this_process(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    config, name = config_from_environment()
+    assert (config.max_split_size, name) == (64 * MIB, "PYTORCH_CUDA_ALLOC_CONF")
+    old = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:20", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:21"}
+    assert config_from_environment(old, parse_release("2.8"))[0].max_split_size == 21 * MIB
+    with pytest.raises(UsageError):
+        config_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:20"}, parse_release("2.8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import AllocatorConfig, GpuMemory, LiveAllocator, parse_config, replay_on_gpu
@@ -60,6 +60,33 @@ def test_accumulated_counters_begin_anew():
     stats = memory.stats()
     assert (stats["allocation.all.allocated"], stats["allocation.all.freed"]) == (1, 1)
     assert stats["num_device_alloc"] == 1
+
+
+def test_counters_that_begin_anew_are_those_of_torch():
+    script = TraceBuilder()
+    memory = LiveAllocator(script.trace, GPU)
+    script.free(script.alloc(600 * MIB))
+    script.alloc(700 * MIB)  # after the cache was released
+    script.alloc(500 * MIB)  # more than there is
+    names = ("num_alloc_retries", "num_device_alloc", "num_device_free", "num_ooms", "num_sync_all_streams")
+    stats = memory.stats()
+    assert [stats[name] for name in names] == [2, 3, 1, 1, 2]
+    before = {name: value for name, value in stats.items() if name.endswith((".current", ".peak"))}
+    memory.reset_accumulated()
+    after = memory.stats()
+    assert [after[name] for name in names] == [0] * 5 and before.items() <= after.items()
+    assert not any(value for name, value in after.items() if name.endswith((".allocated", ".freed")))
+
+
+def test_small_requests_and_large_ones_until_the_gpu_is_full():
+    """Each small block may need a segment of 2 MiB; what is asked is answered as soon as there may be no room."""
+    for sizes, count in (([512 * 1024], 1960), ([700 * 1024], 980), ([11 * MIB], 81), ([MIB + 1], 49 * 19)):
+        script = TraceBuilder()
+        memory = LiveAllocator(script.trace, GPU)
+        answered = 0
+        while ask(script, memory, sizes[0]) is not None:
+            answered += 1
+        assert answered == count
 
 
 def test_goes_on_beyond_the_gpu():
@@ -140,6 +167,9 @@ def test_a_run_that_ends_at_a_refusal_does_not_fit():
         ["", "expandable_segments:True", "roundup_power2_divisions:1", "per_process_memory_fraction:0.5"]
     ),
 )
+@example(sizes=[333 * MIB, 3 * MIB] * 8, drop=[1, 4, 7] * 5, conf="")
+@example(sizes=[90 * MIB, 700, 11 * MIB, 1 << 20] * 15, drop=[], conf="per_process_memory_fraction:0.5")
+@example(sizes=[333 * MIB, 11 * MIB, 3 * MIB] * 5, drop=[2], conf="expandable_segments:True")
 def test_refused_exactly_where_the_allocator_refuses(sizes, drop, conf):
     """The bound by which most requests are passed without a replay never hides one."""
     config = parse_config(conf, LATEST, origin="test") if conf else AllocatorConfig()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from memprof.allocator import OomReport, format_size, parse_release
+from memprof.allocator import OomReport, OutOfMemory, format_size, parse_release
+from memprof.allocator.releases import LATEST
 from memprof.errors import UsageError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -41,9 +44,11 @@ EXPECTED = {
     + "max_split_size_mb"
     + SEE
     + "and PYTORCH_CUDA_ALLOC_CONF",
+    "2.2.0": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + OLD_URL,
     "2.6.0+cu124": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + OLD_URL,
     "2.9.1": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + OLD_URL,
     "2.10.0": HEAD + BODY + LARGE + "PYTORCH_ALLOC_CONF=expandable_segments:True" + SEE + " " + OLD_URL,
+    "2.11.0": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + NEW_URL,
     "2.12.1": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + NEW_URL,
     "2.15.0": HEAD + BODY + LARGE + "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + SEE + " " + NEW_URL,
 }
@@ -76,6 +81,25 @@ def test_optional_parts():
     assert "4.00 GiB allowed; 4.00 GiB reserved in total by PyTorch)" in report.message(parse_release("2.0"))
 
 
+def test_the_process_has_its_context_and_what_is_reserved():
+    report = REPORT.add_process_bytes(500 * MIB)
+    assert report.process_bytes == 22 * GIB + 1012 * MIB
+    assert "this process has 22.99 GiB memory in use" in report.message() and "this process" not in REPORT.message()
+
+
+def test_a_failed_allocation_has_the_exit_code_of_what_does_not_fit():
+    error = OutOfMemory(REPORT, parse_release("2.6"))
+    assert error.exit_code == 3 and error.report is REPORT and "PYTORCH_CUDA_ALLOC_CONF=" in str(error)
+    assert REPORT.message() == REPORT.message(LATEST)
+
+
+def test_a_request_of_an_exabyte():
+    for version in ("2.0", "2.13"):
+        release = parse_release(version)
+        huge, below = (replace(REPORT, requested_bytes=(1 << 60) - less).message(release) for less in (0, 1))
+        assert huge == "CUDA out of memory. Tried to allocate more than 1EB memory." and "1.46 GiB" in below
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
@@ -94,7 +118,10 @@ def test_format_size(num_bytes, text):
 
 
 def test_releases():
-    assert parse_release("2.13.0+cpu").version == (2, 13)
+    assert parse_release("2.13.0+cpu").version == parse_release(" v2.13").version == (2, 13)
+    assert parse_release("2.0").version == (2, 0) and parse_release("2.1").has_expandable_segments
+    assert LATEST.version == (2, 15) and parse_release("2.9").has_unified_settings
+    assert not parse_release("2.8").has_unified_settings
     assert not parse_release("2.0").has_expandable_segments
     for wrong in ("1.13.1", "torch", ""):
         with pytest.raises(UsageError):

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import GpuMemory, TraceReplay, parse_config, parse_release, replay_on_gpu
+from memprof.allocator import (
+    GpuMemory,
+    TraceReplay,
+    parse_config,
+    parse_release,
+    replay_in_host_memory,
+    replay_on_gpu,
+)
 from memprof.errors import MemprofError
+from memprof.trace.events import CPU, GPU, EventKind, Workspace
+from memprof.trace.facts import DeviceFacts
 from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, outgrown_blocks
 from tests.unit.traces import TraceBuilder
@@ -159,3 +168,181 @@ def test_storages_elsewhere_and_empty_ones_take_no_block():
     script.free(script.alloc(0))
     only = script.alloc(700)
     assert replay_on_gpu(script.trace, None).timeline.blocks == {only: 1024}
+
+
+def with_workspace(*sizes: int) -> tuple[TraceBuilder, int]:
+    """60 MiB, a library's call with a workspace of 50, and tensors of `sizes` in MiB."""
+    script = TraceBuilder()
+    script.alloc(60 * MIB)
+    script.trace.workspaces.append(Workspace(len(script.trace.events), GPU, 50 * MIB, 50 * MIB))
+    workspace = script.alloc(50 * MIB)
+    script.free(workspace)
+    for size in sizes:
+        script.alloc(size * MIB)
+    return script, workspace
+
+
+def test_a_call_without_room_for_its_workspace_does_without():
+    script, workspace = with_workspace(30)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert (run.fits, run.refused, run.retries) == (True, {workspace}, 0)
+    assert run.required_reserved_bytes == run.timeline.peak_reserved.num_bytes == 90 * MIB
+    assert max(run.timeline.allocated) == 90 * MIB and workspace not in run.timeline.blocks
+    roomy = replay_on_gpu(script.trace, GpuMemory(110 * MIB, 0))
+    assert (roomy.refused, roomy.required_reserved_bytes) == (frozenset(), 110 * MIB)
+
+
+def test_a_run_that_does_not_fit_has_no_workspace_either():
+    script, workspace = with_workspace(30, 30)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert run.first_oom is not None and run.first_oom.event == len(script.trace.events) - 1
+    assert (run.refused, run.retries, run.required_reserved_bytes) == ({workspace}, 0, 120 * MIB)
+    assert len(run.timeline.allocated) == len(script.trace.events)
+    assert run.first_oom.report.process_bytes == 90 * MIB
+
+
+def test_a_workspace_after_the_error_is_taken_from_what_the_run_would_need():
+    script = TraceBuilder()
+    script.alloc(120 * MIB)
+    script.trace.workspaces.append(Workspace(len(script.trace.events), GPU, 50 * MIB, 50 * MIB))
+    script.alloc(50 * MIB)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert run.first_oom is not None and run.first_oom.event == 1
+    assert (run.refused, run.required_reserved_bytes) == (frozenset(), 170 * MIB)
+
+
+def test_retries_of_a_run_before_its_error():
+    """The cache is released once with success, and once before the error, which is not counted."""
+    script = TraceBuilder()
+    script.free(script.alloc(60 * MIB))
+    script.alloc(80 * MIB)
+    script.alloc(30 * MIB)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert run.first_oom is not None and run.retries == 1 and run.required_reserved_bytes == 140 * MIB
+
+
+def test_retries_of_failed_allocations_that_the_program_caught_are_not_counted():
+    script = TraceBuilder()
+    script.free(script.alloc(60 * MIB))
+    script.alloc(80 * MIB)  # after the cache was released
+    caught = script.alloc(50 * MIB)
+    script.free(caught)
+    script.trace.refused.append(caught)
+    run = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0))
+    assert run.fits and run.retries == 1 and run.refused == {caught}
+
+
+def test_a_caught_failure_releases_the_cache_as_its_pool_does():
+    script = TraceBuilder()
+    script.free(script.alloc(60 * MIB))
+    script.add(EventKind.POOL, 2)
+    caught = script.alloc(50 * MIB)
+    script.free(caught)
+    script.trace.refused.append(caught)
+    timeline = replay_on_gpu(script.trace, GpuMemory(100 * MIB, 0)).timeline
+    assert timeline.reserved[-1] == 50 * MIB  # not the 60 of the default pool, in which there was room
+
+
+def test_the_event_of_the_error_without_a_timeline():
+    script = TraceBuilder()
+    for _ in range(3):
+        script.alloc(60 * MIB)
+    replay = TraceReplay(script.trace, GpuMemory(130 * MIB, 0))
+    replay.advance(writes=False)
+    assert replay.timeline.first_oom is not None and replay.timeline.first_oom.event == 3
+
+
+def test_memory_in_host_memory_is_what_is_requested():
+    script = TraceBuilder()
+    script.trace.device = CPU
+    first = script.alloc(700, device=CPU)
+    script.alloc(99, device="cpu")
+    script.free(first)
+    script.empty_cache()
+    script.alloc(300, device=CPU)
+    script.alloc(400, device=CPU)
+    run = replay_in_host_memory(script.trace)
+    assert list(run.timeline.requested) == list(run.timeline.allocated) == [0, 700, 700, 0, 0, 300, 700]
+    assert list(run.timeline.reserved) == [0, 700, 700, 0, 0, 300, 700]
+    peak = run.timeline.peak_reserved
+    assert (peak.num_bytes, peak.event, run.required_reserved_bytes) == (700, 1, 700)
+    assert run.fits and not run.rounds and run.retries == 0 and run.bounds is None
+    assert run.trace is script.trace and run.gpu is None
+
+
+@pytest.mark.parametrize(
+    ("total", "usable", "context", "memory"),
+    [
+        (1000, None, 100, GpuMemory(1000, 100)),
+        (1000, 700, 100, GpuMemory(1000, 300)),  # beside other processes
+        (None, 700, 100, None),
+    ],
+)
+def test_memory_of_a_device(total, usable, context, memory):
+    assert GpuMemory.of(DeviceFacts("a GPU", total, usable, context)) == memory
+    assert memory is None or memory.usable_bytes == (700 if usable else 900)
+    assert GpuMemory(100, 300).usable_bytes == 0
+
+
+def test_layouts_of_several_events_are_those_of_each():
+    """On the GPU if the run fits it, else on one without limit, from which nothing is released."""
+    for total, sizes in ((100, [80]), (130, [60, 80]), (None, [60, 80])):
+        script = TraceBuilder()
+        script.free(script.alloc(60 * MIB))
+        script.alloc(80 * MIB)
+        if total == 130:
+            script.alloc(60 * MIB)
+            script.alloc(60 * MIB)
+        gpu = None if total is None else GpuMemory(total * MIB, 0)
+        run = replay_on_gpu(script.trace, gpu)
+        run.prepare_layouts([3, 1, 3])
+        segments, owners = run.layout_at(3)
+        assert sorted(segment.size // MIB for segment in segments) == sizes
+        assert list(owners.values()) == [1] and list(run.layout_at(1)[1].values()) == [0]
+
+
+def test_a_gpu_that_refused_is_told_by_its_limits():
+    script = TraceBuilder()
+    script.alloc(30 * MIB)
+    for conf, total, was_limited in (("", 100, False), ("", 29, True), ("per_process_memory_fraction:0.9", 100, True)):
+        replay = TraceReplay(script.trace, GpuMemory(total * MIB, 0), parse_config(conf))
+        replay.advance()
+        assert replay.was_limited == was_limited
+
+
+def test_a_replay_may_stop_at_the_error():
+    script = TraceBuilder()
+    for _ in range(3):
+        script.alloc(60 * MIB)
+    replay = TraceReplay(script.trace, GpuMemory(100 * MIB, 0))
+    replay.advance(stop_at_oom=True)
+    assert len(replay.timeline.allocated) == 3 and replay.event == 3
+    assert replay.finish().retries == 1
+
+
+def test_requests_on_streams_and_in_pools():
+    script = TraceBuilder()
+    script.add(EventKind.POOL, 2)
+    script.free(script.alloc(30 * MIB))
+    script.add(EventKind.POOL, 0)
+    script.alloc(30 * MIB)
+    script.add(EventKind.STREAM, 5)
+    script.free(script.alloc(30 * MIB))
+    script.add(EventKind.STREAM, 0)
+    script.alloc(30 * MIB)
+    script.empty_cache()
+    script.add(EventKind.POOL_FREE, 2)
+    script.empty_cache()
+    timeline = replay_trace(script.trace)
+    assert [size // MIB for size in timeline.reserved] == [0, 0, 30, 30, 30, 60, 60, 90, 90, 90, 120, 90, 90, 60]
+    assert [(segment.stream, segment.pool_id) for segment in timeline.segments] == [(0, (0, 0))] * 2
+
+
+def test_another_gpu_is_named_and_has_its_own_storages():
+    script = TraceBuilder()
+    script.alloc(60 * MIB)
+    other = script.alloc(150 * MIB, device="cuda:1")
+    run = replay_on_gpu(script.trace.select_device("cuda:1"), GpuMemory(100 * MIB, 0))
+    assert run.first_oom is not None and run.first_oom.event == 2 and run.first_oom.report.device == 1
+    assert "GPU 1 has a total capacity of 100.00 MiB of which 100.00 MiB is free" in run.first_oom.message
+    assert run.timeline.blocks == {other: 150 * MIB}

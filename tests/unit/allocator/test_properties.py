@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
@@ -129,6 +129,7 @@ COUNTED = (
 @pytest.mark.parametrize("text", ALL_SETTINGS.values(), ids=ALL_SETTINGS.keys())
 @settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
+@example(seed=7)
 def test_random_program(text, completion, seed):
     program = Program(text, completion, seed)
     for _ in range(80):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import Completion, SnapshotReplay, parse_config, replay_snapshot
+from memprof.allocator import Completion, SnapshotReplay, parse_config, replay_snapshot, snapshot_replay
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 from tests.lanes import examples
 from tests.unit.allocator.recorder import Recorder
@@ -53,6 +53,7 @@ def one(snapshot: Snapshot) -> SnapshotReplay:
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
 @settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
+@example(seed=3)
 def test_whole_recording(text, seed):
     found = one(run(text, seed).snapshot())
     # A recording can be read in more than one way where memory goes back: there, and only there, it may not come out.
@@ -65,6 +66,8 @@ def test_whole_recording(text, seed):
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
 @settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 32), part=st.floats(0, 1))
+@example(seed=3, part=0.5)
+@example(seed=4, part=0.8)
 @example(seed=26974736, part=0.0)  # with max-split: everything is free at its end
 def test_recording_that_begins_anywhere(text, seed, part):
     recorder = run(text, seed)
@@ -73,15 +76,14 @@ def test_recording_that_begins_anywhere(text, seed, part):
     assert found.exact or found.first_difference.reason, found
 
 
-def test_nearly_all_are_exact():
-    exact = cut = 0
+def test_the_first_reading_is_the_right_one(monkeypatch):
+    """Where memory goes back a recording can be read in more than one way: of these, no other needs to be tried."""
+    monkeypatch.setattr(snapshot_replay, "MAX_REPLAYS", 1)
     for text in SETTINGS.values():
         for seed in range(10):
             recorder = run(text, seed)
             assert one(recorder.snapshot()).exact, (text, seed)
-            cut += 1
-            exact += one(recorder.snapshot(last=len(recorder.events) // 2)).exact
-    assert exact >= 0.95 * cut
+            assert one(recorder.snapshot(last=len(recorder.events) // 2)).exact, (text, seed)
 
 
 def test_recordings_cover_what_can_happen():
@@ -207,3 +209,213 @@ def test_a_segment_where_there_is_one():
     trace[taken[1]] = trace[taken[1]]._replace(address=trace[taken[0]].address)
     found = one(snapshot)
     assert found.first_difference is not None and not found.exact
+
+
+# -- the state at the beginning, and what the file does not say --------------------------------------------------------
+
+
+def replay_part(recorder: Recorder, last: int) -> SnapshotReplay:
+    """Replay the last events of a recording, of which each gets the recorded address."""
+    (found,) = replay_snapshot(recorder.snapshot(last), TOTAL)
+    assert found.exact, found.first_difference
+    return found
+
+
+def test_a_free_that_has_not_completed_when_the_recording_ends():
+    recorder = Recorder(parse_config(""), TOTAL)
+    block, other = recorder.malloc(30 * MIB), recorder.malloc(40 * MIB)
+    recorder.allocator.record_stream(block, 9)
+    recorder.free(other)
+    recorder.free(block)
+    assert replay_part(recorder, len(recorder.events)).allocations == 2
+    found = replay_part(recorder, 1)
+    assert [(live.requested, live.size, live.pending) for live in found.start.live.values()] == [
+        (30 * MIB, 30 * MIB, False)
+    ]
+    assert replay_part(recorder, 0).start.live[block.address].pending
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "size", "num_ambiguous"),
+    [
+        (29 * MIB, (), 30 * MIB, 0),  # 1 MiB is not split off
+        (29 * MIB - 512, (), 29 * MIB - 512, 1),  # more may have been, and nothing tells
+        (29 * MIB - 512, (MIB + 1,), 29 * MIB - 512, 0),  # an allocation begins where the block ends
+        (21 * MIB, (3 * MIB,), 21 * MIB, 0),
+        (1000, (), 1024, 0),  # of the small pool nothing is kept
+    ],
+)
+def test_the_size_of_a_block_that_is_freed_in_the_recording(first, later, size, num_ambiguous):
+    recorder = Recorder(parse_config(""), TOTAL)
+    if first > MIB:
+        recorder.free(recorder.malloc(30 * MIB))
+    block = recorder.malloc(first)
+    begin = len(recorder.events)
+    others = [recorder.malloc(num_bytes) for num_bytes in later]
+    recorder.free(block)
+    for other in others:
+        recorder.free(other)
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [live.size for live in found.start.live.values()] == [size]
+    assert found.start.num_ambiguous == num_ambiguous
+
+
+@pytest.mark.parametrize(("first", "size"), [(21 * MIB, 22 * MIB), (21 * MIB + 1, 22 * MIB), (20 * MIB, 20 * MIB)])
+def test_an_allocation_behind_a_block_tells_what_it_kept(first, size):
+    """Of a free block of 22 MiB up to 1 MiB is not split off: then the next allocation begins behind that."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    recorder.free(recorder.malloc(40 * MIB))
+    whole, behind = recorder.malloc(22 * MIB), recorder.malloc(5 * MIB)
+    recorder.free(whole)
+    block = recorder.malloc(first)
+    recorder.free(behind)
+    begin = len(recorder.events)
+    later = recorder.malloc(3 * MIB)
+    recorder.free(block)
+    recorder.free(later)
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [live.size for live in found.start.live.values()] == [size] and found.start.num_ambiguous == 0
+
+
+@pytest.mark.parametrize(("first", "size"), [(70 * MIB, 80 * MIB), (64 * MIB, 80 * MIB), (62 * MIB, 62 * MIB)])
+def test_a_block_keeps_its_whole_segment_from_max_split_size_on(first, size):
+    recorder = Recorder(parse_config("max_split_size_mb:64"), TOTAL)
+    recorder.free(recorder.malloc(80 * MIB))
+    recorder.free(recorder.malloc(first))
+    (found,) = replay_snapshot(recorder.snapshot(2), TOTAL)
+    assert [live.size for live in found.start.live.values()] == [size]
+
+
+def test_ranges_of_the_beginning():
+    """A segment that is released, one that is taken, and mappings that grow, shrink and leave a hole."""
+    recorder = Recorder(parse_config("expandable_segments:True"), TOTAL)
+    low, middle, high = (recorder.malloc(20 * MIB) for _ in range(3))
+    recorder.malloc(1000, 5)
+    begin = len(recorder.events)
+    recorder.free(middle)
+    recorder.allocator.empty_cache()
+    recorder.malloc(1000)
+    assert recorder.allocator.counters.reserved_bytes == 44 * MIB
+    found = replay_part(recorder, len(recorder.events) - begin)
+    assert [
+        (run.address - low.address, run.size, run.stream, run.is_small, run.expandable) for run in found.start.ranges
+    ][:1] == [(0, 60 * MIB, 0, False, True)]
+    assert sorted((run.size, run.stream, run.is_small) for run in found.start.ranges) == [
+        (2 * MIB, 5, True), (60 * MIB, 0, False),
+    ]  # fmt: skip
+    recorder.malloc(20 * MIB)  # fills the hole again
+    recorder.free(high)
+    recorder.allocator.empty_cache()
+    found = replay_part(recorder, 3)  # unmapped: its last event, behind the free
+    assert max(run.size for run in found.start.ranges) == 60 * MIB
+
+
+# -- what a difference says --------------------------------------------------------------------------------------------
+
+
+def recording() -> Recorder:
+    """Events: segment, 1,000 bytes, 2,000 bytes, the first freed (2 events); segment, 30 MiB."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    first = recorder.malloc(1000)
+    recorder.malloc(2000)
+    recorder.free(first)
+    recorder.malloc(30 * MIB)
+    return recorder
+
+
+def difference(recorder: Recorder, changes: dict[int, dict[str, object]], *inserted: SnapshotEvent) -> tuple[int, str]:
+    """The first difference of a recording in which events are changed, behind `inserted` ones."""
+    events = [event._replace(**changes.get(index, {})) for index, event in enumerate(recorder.events)]
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[*inserted, *events]], {}), TOTAL)
+    assert found.first_difference is not None and not found.exact and found.first_difference.device == 0
+    assert not found.final_layout_identical
+    return found.first_difference.event, found.first_difference.problem
+
+
+def test_a_block_at_another_address():
+    recorder = recording()
+    address = recorder.events[1].address
+    moved = {index: {"address": address + 64 * 512} for index in (1, 3, 4)}
+    mark = recorder.events[0]._replace(action=Action.ANNOTATE)
+    problem = f"1000 bytes at {address + 64 * 512:#x}, the replay says {address:#x}"
+    assert difference(recorder, moved) == (1, problem)
+    assert difference(recorder, moved, mark, mark) == (3, problem)  # by their place in the file
+
+
+def test_a_failed_allocation_for_which_there_is_memory():
+    recorder = recording()
+    recorder.free(recorder.malloc(1000))
+    *before, request, _, _ = recorder.events
+    refused = request._replace(action=Action.OOM, address=0)
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[*before, refused]], {}), TOTAL)
+    assert found.first_difference is not None and found.first_difference.event == len(before)
+    assert found.first_difference.problem == f"1000 bytes were refused, the replay finds {request.address:#x}"
+    assert found.first_difference.reason == ""
+
+
+def test_a_segment_that_the_replay_does_not_take():
+    recorder = recording()
+    final = [segment._replace(size=32 * MIB) for segment in recorder.allocator.segments() if not segment.is_small]
+    final += [segment for segment in recorder.allocator.segments() if segment.is_small]
+    events = list(recorder.events)
+    events[5] = events[5]._replace(size=32 * MIB)
+    (found,) = replay_snapshot(Snapshot(final, [events], {}), TOTAL)
+    assert found.first_difference is not None and found.first_difference.event == 6
+    assert found.first_difference.problem == f"a segment of {30 * MIB} bytes was not taken"
+    assert (found.allocations, found.identical_addresses) == (3, 2)
+
+
+def test_what_a_replay_has_found_out():
+    recorder = recording()
+    recorder.allocator.empty_cache()
+    recorder.free(recorder.malloc(60 * MIB))
+    recorder.allocator.empty_cache()
+    recorder.malloc(20 * MIB + 1)
+    mark = recorder.events[0]._replace(action=Action.SNAPSHOT)
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [[mark, *recorder.events]], {}), TOTAL)
+    assert found.exact and found.device == 0 and found.allocations == found.identical_addresses == 5
+    assert list(found.block_sizes) == [1024, 2048, 30 * MIB, 60 * MIB, 20 * MIB + 512]
+    # The cache was emptied before the segment of 60 MiB was released: event 11 behind the mark.
+    assert found.flushes == (12,) and recorder.events[11].action is Action.SEGMENT_FREE
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+def test_a_file_without_settings_tells_expandable_segments_by_its_mappings(text):
+    recorder = Recorder(parse_config(text), TOTAL)
+    recorder.free(recorder.malloc(30 * MIB))
+    recorder.malloc(70 * MIB)
+    for events in (recorder.events, []):  # of the final segments alone, too
+        (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [list(events)], {}), TOTAL)
+        assert found.exact
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", ""), ("expandable_segments:True", "the address space")])
+def test_why_the_file_does_not_say_enough(text, reason):
+    """The beginning of an expandable segment is not recorded: it may have been reserved below."""
+    recorder = Recorder(parse_config(text), TOTAL)
+    recorder.malloc(30 * MIB)
+    begin = len(recorder.events)
+    recorder.free(recorder.malloc(1000))
+    events = recorder.events[begin:]
+    moved = [event._replace(address=event.address + 512) if event.size == 1000 else event for event in events]
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": text}
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [moved], settings), TOTAL)
+    assert found.first_difference is not None and found.first_difference.reason.startswith(reason)
+    assert bool(found.first_difference.reason) == bool(reason)
+
+
+@pytest.mark.parametrize("names_pool", [True, False])
+def test_private_pools_are_told_by_the_events_or_by_their_segments(names_pool):
+    """Before 2.9 events have no pool: it is that of the final segment around them."""
+    recorder = Recorder(parse_config(""), TOTAL)
+    recorder.allocator.create_pool((1, 0))
+    block = recorder.allocator.malloc(30 * MIB, 0, (1, 0))
+    recorder.write(Action.ALLOC, block.address, 30 * MIB)
+    recorder.free(block)
+    recorder.malloc(30 * MIB)  # of another pool
+    recorder.malloc(1000)
+    pool = (1, 0) if names_pool else (0, 0)
+    inside = range(block.address, block.address + 30 * MIB)
+    events = [event._replace(pool_id=pool) if event.address in inside else event for event in recorder.events]
+    (found,) = replay_snapshot(Snapshot(recorder.allocator.segments(), [events], {}), TOTAL)
+    assert found.exact and found.identical_addresses == 3

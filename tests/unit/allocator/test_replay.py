@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import GpuMemory, TraceReplay, parse_config
@@ -105,6 +105,7 @@ def test_empty_trace():
 
 @pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:32"])
 @given(sizes=st.lists(st.integers(1, 40 * MIB), max_size=25), order=st.randoms(use_true_random=False))
+@example(sizes=[SIZES[index * 7 % len(SIZES)] % (40 * MIB) for index in range(25)], order=random.Random(3))
 def test_columns_are_what_the_counters_say(text, sizes, order):
     requests = [(name, size) for name, size in enumerate(sizes)]
     for name, _ in list(requests):
@@ -162,6 +163,8 @@ def _add_rare_event(script: StreamScript, r: random.Random) -> None:
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
 @settings(max_examples=examples(20), deadline=None)
 @given(seed=st.integers(0, 1 << 32), limited=st.booleans())
+@example(seed=1, limited=True)
+@example(seed=2, limited=False)
 def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
     trace, outcomes = random_program(seed), []
     for counts in (True, False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import Completion, TraceReplay, replay_on_gpu
@@ -107,6 +107,8 @@ def random_program(seed: int) -> StreamScript:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 1 << 30))
+@example(7)
+@example(8)
 def test_no_block_is_shared_and_the_sooner_the_less_is_held(seed: int) -> None:
     program = random_program(seed)
     homes: dict[int, int] = {}

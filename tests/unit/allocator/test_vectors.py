@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
+from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config, parse_release
 from memprof.allocator.rounding import round_size, segment_size
 from memprof.trace.snapshot import SnapshotSegment
 
@@ -284,3 +284,199 @@ def test_large_segment_size():
 def test_an_exabyte_is_refused_outright():
     with pytest.raises(OutOfMemory, match="more than 1EB memory"):
         allocator().malloc(1 << 60)
+    with pytest.raises(OutOfMemory, match=r"Tried to allocate 1073741824\.00 GiB\."):
+        allocator().malloc((1 << 60) - 512)
+
+
+def test_exactly_max_split_size():
+    memory = allocator("max_split_size_mb:64")
+    whole = memory.malloc(100 * MIB)
+    memory.free(whole)
+    block = memory.malloc(64 * MIB)  # 36 MiB over, more than max_non_split_rounding: not this one
+    assert block.address != whole.address and memory.counters.reserved_bytes == 164 * MIB
+    memory.free(block)
+    memory.malloc(30 * MIB)  # neither is for a request below the limit
+    assert memory.counters.reserved_bytes == 194 * MIB
+    assert memory.malloc(64 * MIB) is not None and memory.counters.reserved_bytes == 194 * MIB
+    below = allocator("max_split_size_mb:64")
+    below.free(below.malloc(62 * MIB))
+    assert below.malloc(30 * MIB).size == 30 * MIB and below.counters.reserved_bytes == 62 * MIB  # it is split
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_free_block_before_unmapped_memory_is_kept_for_what_grows(is_last):
+    """Of free blocks of 20 and 30 MiB, the smaller one, unless it could grow into the unmapped memory behind it."""
+    memory = allocator("expandable_segments:True")
+    large, _, small = memory.malloc(30 * MIB), memory.malloc(10 * MIB), memory.malloc(20 * MIB)
+    if not is_last:
+        memory.malloc(20 * MIB)
+    memory.free(large)
+    memory.free(small)
+    assert memory.malloc(15 * MIB).address == (large if is_last else small).address
+    assert memory.counters.reserved_bytes == (60 if is_last else 80) * MIB
+
+
+def test_expandable_segments_that_are_turned_off_serve_nothing():
+    memory = allocator("expandable_segments:True")
+    memory.free(memory.malloc(20 * MIB))
+    memory.expandable = False
+    assert memory.malloc(20 * MIB).segment.expandable is False and memory.counters.reserved_bytes == 40 * MIB
+    memory.free(memory.malloc(15 * MIB))  # the only free blocks are expandable, or too small
+    assert memory.counters.reserved_bytes == 56 * MIB
+    assert memory.malloc(16 * MIB).segment.expandable is False and memory.counters.reserved_bytes == 56 * MIB
+    memory.free(memory.malloc(30 * MIB))
+    assert memory.malloc(18 * MIB).size == 18 * MIB  # of the 30, not of the expandable 20
+    assert memory.counters.reserved_bytes == 86 * MIB
+
+
+def test_garbage_collection_counts_only_searches_while_it_is_on():
+    memory = allocator("garbage_collection_threshold:0.5")  # of no limit: it is off
+    memory.free(memory.malloc(60 * MIB))
+    memory.malloc(70 * MIB)
+    assert memory.default_pool.large.num_searches == 0
+    limited = allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9", total=400 * MIB)
+    limited.free(limited.malloc(60 * MIB))
+    limited.malloc(70 * MIB)
+    assert limited.default_pool.large.num_searches == 2
+
+
+@pytest.mark.parametrize(("size", "released"), [(49, 0), (50, 100), (80, 100)])
+def test_garbage_is_collected_above_the_threshold(size, released):
+    """Of 360 MiB, more than 180 are reserved: then as many oldest segments go as are needed, of equal age all."""
+    memory = allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9", total=400 * MIB)
+    blocks = [memory.malloc(50 * MIB) for _ in range(2)]
+    memory.malloc((80 if size == 49 else 82) * MIB)
+    for block in blocks:
+        memory.free(block)
+    before = memory.counters.reserved_bytes
+    memory.malloc((size + 2) * MIB)
+    assert memory.counters.reserved_bytes == before + (size + 2 + (size + 2) % 2) * MIB - released * MIB
+    assert memory.stats()["num_alloc_retries"] == 0
+
+
+def test_a_private_pool_is_released_once_it_is_retired():
+    memory = allocator()
+    memory.create_pool((0, 1))
+    memory.free(memory.malloc(30 * MIB, pool=(0, 1)))
+    memory.free(memory.malloc(1000, pool=(0, 1)))
+    memory.retire_pool((0, 9))  # is none
+    memory.empty_cache()
+    assert memory.counters.reserved_bytes == 32 * MIB
+    memory.retire_pool((0, 1))
+    memory.empty_cache()
+    assert memory.segments() == []
+
+
+def test_what_a_failed_request_says_of_private_pools():
+    """Free blocks of private pools count as allocated, on each stream and of both sizes; others do not."""
+    memory = allocator(total=100 * MIB)
+    memory.create_pool((0, 1))
+    for num_bytes, stream, pool in ((30 * MIB, 0, (0, 1)), (12 * MIB, 7, (0, 1)), (1000, 0, (0, 1))):
+        memory.free(memory.malloc(num_bytes, stream, pool))
+    split = memory.malloc(10 * MIB - 512)
+    with pytest.raises(OutOfMemory) as caught:
+        memory.malloc(80 * MIB)
+    report = caught.value.report
+    assert (report.private_pool_bytes, report.allocated_bytes) == (44 * MIB, 44 * MIB + split.size)
+    assert (report.reserved_bytes, report.free_bytes, report.total_bytes) == (64 * MIB, 36 * MIB, 100 * MIB)
+    assert (report.requested_bytes, report.tried_bytes, report.allowed_bytes) == (80 * MIB, 80 * MIB, None)
+
+
+def test_a_memory_fraction_at_its_edge():
+    memory = allocator("per_process_memory_fraction:0.5", total=100 * MIB)
+    memory.malloc(30 * MIB)
+    with pytest.raises(OutOfMemory):
+        memory.malloc(22 * MIB)
+    memory.malloc(20 * MIB)
+    assert memory.counters.reserved_bytes == memory.allowed_bytes == 50 * MIB
+    assert allocator("per_process_memory_fraction:1", total=100 * MIB).allowed_bytes is None
+    assert allocator("per_process_memory_fraction:0.999", total=100 * MIB).allowed_bytes == int(0.999 * 100 * MIB)
+    assert allocator("per_process_memory_fraction:0.5", total=None).allowed_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "space"),
+    [
+        ("", 80 * MIB, 90 * MIB),  # nine eighths
+        ("expandable_segments_reserve:0.5", 80 * MIB, 40 * MIB),
+        ("expandable_segments_reserve:3G", 80 * MIB, 3 * GIB),
+        ("", None, 1 << 50),
+    ],
+)
+def test_address_space_of_an_expandable_segment(settings, total, space):
+    memory = allocator(f"expandable_segments:True,{settings}".rstrip(","), total=total)
+    assert memory.segment_store.address_space == space
+    block = memory.malloc(3 * MIB)
+    assert block.segment.size == -(-space // (20 * MIB)) * 20 * MIB  # in whole units
+    small = memory.malloc(1000)
+    assert small.segment.size == -(-space // (2 * MIB)) * 2 * MIB
+    assert memory.counters.reserved_bytes == 22 * MIB
+
+
+def test_a_request_larger_than_the_address_space():
+    memory = allocator("expandable_segments:True,expandable_segments_reserve:40e-3G", total=100 * MIB)
+    assert memory.malloc(40 * MIB) is not None
+    with pytest.raises(OutOfMemory):
+        memory.malloc(61 * MIB)
+
+
+def test_release_2_0_has_no_expandable_segments():
+    memory = allocator("expandable_segments:True", release=parse_release("2.0"))
+    assert not memory.malloc(3 * MIB).segment.expandable
+
+
+@pytest.mark.parametrize(("threshold", "num_released"), [(0.3, 2), (0.5, 1), (0.1, 3)])
+def test_garbage_collection_goes_on_with_the_mean_of_what_is_left(threshold, num_released):
+    """Ages 10, 2 and 1: first the oldest alone; of the others, the older one; then the last."""
+    memory = allocator(f"garbage_collection_threshold:{threshold},per_process_memory_fraction:0.9", total=400 * MIB)
+    clock = memory.malloc(12 * MIB, stream=1)
+    blocks = [memory.malloc(60 * MIB) for _ in range(3)]
+
+    def search(times):
+        nonlocal clock
+        for _ in range(times):
+            memory.free(clock)
+            clock = memory.malloc(12 * MIB, stream=1)
+
+    for block, times in zip(blocks, (8, 1, 0), strict=True):
+        memory.free(block)
+        search(times)
+    assert memory.counters.reserved_bytes == 192 * MIB
+    memory.malloc(90 * MIB)
+    sizes = sorted(found.size // MIB for found in memory.segments())
+    assert sizes == [12, *[60] * (3 - num_released), 90]
+
+
+def test_a_single_old_segment_is_collected():
+    memory = allocator("garbage_collection_threshold:0.1,per_process_memory_fraction:0.9", total=400 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    memory.malloc(90 * MIB)
+    assert memory.counters.reserved_bytes == 90 * MIB
+
+
+def test_split_and_expandable_memory_is_no_garbage():
+    conf = "garbage_collection_threshold:0.1,per_process_memory_fraction:0.9"
+    memory = allocator(conf, total=400 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    memory.malloc(20 * MIB)  # of the 60
+    memory.malloc(90 * MIB)
+    assert memory.counters.reserved_bytes == 150 * MIB
+    expandable = allocator(f"{conf},expandable_segments:True", total=400 * MIB)
+    expandable.free(expandable.malloc(60 * MIB))
+    expandable.malloc(90 * MIB, stream=1)
+    assert expandable.counters.reserved_bytes == 160 * MIB
+
+
+def test_of_free_blocks_before_unmapped_memory_the_one_that_could_grow_least():
+    """20 MiB before 60 unmapped, 25 before 40, and 30 between live blocks."""
+    memory = allocator("expandable_segments:True")
+    first, hole, _, second, other_hole, _, enclosed, _ = (
+        memory.malloc(size * MIB) for size in (20, 60, 15, 25, 40, 10, 30, 10)
+    )
+    memory.free(hole)
+    memory.free(other_hole)
+    memory.empty_cache()
+    assert memory.counters.reserved_bytes == 120 * MIB
+    for block in (first, second, enclosed):
+        memory.free(block)
+    assert memory.malloc(15 * MIB).address == enclosed.address

@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memprof.allocator import GpuMemory, replay_on_gpu
+from memprof.allocator import GpuMemory, replay_in_host_memory, replay_on_gpu
 from memprof.ledger.categories import Category
-from memprof.ledger.ledger import Ledger, build_ledger
+from memprof.ledger.caught_errors import CaughtError, list_caught_errors
+from memprof.ledger.ledger import Ledger, build_ledger, find_live_storages
 from memprof.trace.events import (
+    CPU,
+    GPU,
     HOST,
     Event,
     EventKind,
     ModuleRole,
+    Owner,
     PhaseKind,
     Role,
+    Workspace,
 )
 
 if TYPE_CHECKING:
@@ -421,3 +426,143 @@ def test_no_allocation_at_all(build: TraceBuilder) -> None:
     build.alloc(KIB, device=HOST)
     with pytest.raises(ValueError, match="no allocation"):
         build_ledger(build.trace)
+
+
+def test_a_failed_allocation_is_not_the_peak(build: TraceBuilder) -> None:
+    """As much is allocated at a request that fails, at a free in host memory and at a return."""
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("layers.0", role=ModuleRole.LAYER)
+    kept = build.alloc(KIB, "aten.mm")
+    peak_event = len(build.trace.events) - 1
+    failed = build.alloc(90 * MIB)
+    build.free(failed)
+    build.trace.refused.append(failed)
+    build.alloc(KIB, device=HOST)
+    build.alloc(KIB, device="cuda:1")
+    build.leave()
+    ledger = build_ledger(build.trace, replay_on_gpu(build.trace, GpuMemory(80 * MIB, 0)))
+    assert (ledger.peak_event, ledger.peak_bytes, ledger.peak_stage.name) == (peak_event, KIB, "layer 0")
+    assert [tensor.storages for tensor in ledger.live] == [(kept,)]
+    assert find_live_storages(build.trace, peak_event + 1, frozenset()) == [kept, failed]
+    assert find_live_storages(build.trace, peak_event + 1, frozenset({failed})) == [kept]
+    assert find_live_storages(build.trace, peak_event - 1, frozenset()) == []
+
+
+def test_a_stage_begins_with_its_first_event(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", role=ModuleRole.ROOT)
+    build.alloc(KIB)
+    build.leave()
+    build.alloc(KIB)
+    ledger = build_ledger(build.trace)
+    assert (ledger.peak_stage.name, ledger.span_at(2).name) == ("output", "own code")
+    assert (ledger.span_at(3).name, ledger.span_at(4).name) == ("own code", "output")
+    assert [(stage.delta_bytes, stage.requested_delta_bytes) for stage in ledger.stages] == [(KIB, KIB), (KIB, KIB)]
+
+
+def test_errors_that_the_program_caught(build: TraceBuilder) -> None:
+    """Those of a library's workspace are none of its errors."""
+    build.phase(PhaseKind.FORWARD, 2, 1)
+    build.enter("layers.0", role=ModuleRole.LAYER)
+    build.alloc(30 * MIB)
+    workspace, failed = build.alloc(80 * MIB), build.new(10, 1024, 1024, line="model.py:3 forward")
+    build.trace.workspaces.append(Workspace(len(build.trace.events) - 2, GPU, 80 * MIB, 80 * MIB))
+    failed_event = len(build.trace.events) - 1
+    build.free(workspace, failed)
+    build.leave()
+    build.trace.refused += [workspace, failed]
+    ledger = build_ledger(build.trace, replay_on_gpu(build.trace, GpuMemory(64 * MIB, 0)))
+    assert list_caught_errors(ledger) == [
+        CaughtError(
+            stage="layer 0",
+            step=2,
+            num_bytes=40 * MIB,
+            shape=(10, 1024, 1024),
+            dtype="float32",
+            op="aten.mm",
+            module="layers.0",
+            source="model.py:3 forward",
+            in_use_bytes=30 * MIB,
+            event=failed_event,
+        )
+    ]
+
+
+def test_what_is_said_of_a_live_tensor(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.MODEL, 0)
+    build.new(100, 3, dtype="bfloat16", op="aten.ones", line="model.py:7 build", owner=(Role.BUFFER, "blocks.3.mask"))
+    build.phase(PhaseKind.BACKWARD, 1, 1)
+    build.enter("blocks.3")
+    build.new(9, line=None)
+    build.leave()
+    mask, other = build_ledger(build.trace).live
+    assert (mask.num_bytes, mask.count, mask.allocated_bytes, mask.shape) == (600, 1, 1024, (100, 3))
+    assert (mask.dtype, mask.category, mask.op, mask.source) == ("bfloat16", "buffers", "aten.ones", "model.py:7 build")
+    assert (mask.module, mask.name, mask.phase, mask.storages) == (None, "blocks.3.mask", "model", (0,))
+    assert (other.module, other.name, other.phase, other.source) == ("blocks.3", None, "backward", None)
+    build.trace.owners[0] = Owner(Role.BUFFER, "")
+    assert build_ledger(build.trace).live[0].name is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "int32"},
+        {"shape": (16, 8)},
+        {"op": 1},
+        {"source": 1},
+        {"num_bytes": 1024},
+        {"phase": 1},
+        {"module": 1},
+    ],
+)
+def test_tensors_are_alike_in_all_that_is_said_of_them(build: TraceBuilder, changes: dict[str, object]) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    for number in range(2):
+        build.enter(f"net{number}")
+        build.leave()
+    build.trace.ops += ["aten.mm", "aten.add"]
+    build.trace.sources += ["a.py:1 f", "a.py:2 f"]
+    first, second = (build.new(8, 16, module=0, line="a.py:1 f") for _ in range(2))
+    build.phase(PhaseKind.DECODE, 1, 1)
+    build.trace.storages[second] = build.trace.storages[first]._replace(**changes)
+    groups = [(tensor.count, tensor.storages) for tensor in build_ledger(build.trace).live]
+    assert groups in ([(2, (first, second))], [(1, (first,)), (1, (second,))], [(1, (second,)), (1, (first,))])
+    assert (len(groups) == 1) == (not changes)
+
+
+def test_of_equal_tensors_the_larger_group_comes_first(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.alloc(KIB, "aten.one")
+    for _ in range(2):
+        build.alloc(KIB, "aten.two")
+    build.alloc(2 * KIB, "aten.large")
+    assert [tensor.op for tensor in build_ledger(build.trace).live] == ["aten.large", "aten.two", "aten.one"]
+
+
+def test_rows_are_the_categories_of_a_module_in_a_phase(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.MODEL, 0)
+    for number in range(2):
+        build.alloc(KIB, owner=(Role.PARAMETER, f"{number}.weight"))
+        build.alloc(513, owner=(Role.PARAMETER, f"{number}.bias"))
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("net")
+    build.alloc(45 * MIB + 7)
+    build.leave()
+    rows = [(row.category, row.module, row.phase, row.allocated_bytes) for row in build_ledger(build.trace).rows]
+    assert rows == [
+        ("activations", "net", "forward", 45 * MIB + 512),
+        ("fragmentation", "", "", 1_048_064),
+        ("parameters", "", "model", 4096),
+    ]
+
+
+def test_nothing_is_rounded_in_host_memory(build: TraceBuilder) -> None:
+    build.phase(PhaseKind.MODEL, 0)
+    build.alloc(700, device=CPU)
+    build.alloc(1, device=CPU)
+    build.trace.device = CPU
+    ledger = build_ledger(build.trace, replay_in_host_memory(build.trace))
+    assert [tensor.allocated_bytes for tensor in ledger.live] == [700, 1] and ledger.peak_bytes == 701
+    assert ledger.host_peak_bytes == 0 and ledger.peak_reserved_bytes == 701

@@ -3,9 +3,10 @@ import json
 import pytest
 from hypothesis import given, settings
 
+from memprof.allocator import GpuMemory, replay_in_host_memory, replay_on_gpu
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.over_time import FRAGMENTATION, OverTime, build_over_time, select_peak_events, sum_by_category
-from memprof.trace.events import PhaseKind
+from memprof.trace.events import CPU, HOST, PhaseKind, Role
 from memprof.trace.json_values import from_plain, to_plain
 from memprof.units import MIB
 from tests.golden.test_report import training_run
@@ -53,3 +54,67 @@ def test_each_stretch_is_shown_by_its_fullest_moment():
     allocated = [0, 5, 1, 9, 9, 2, 7, 0]
     assert select_peak_events(allocated, 4, 4) == [1, 3, 4, 6]
     assert select_peak_events(allocated, 1, 3) == [3] and select_peak_events(allocated, 100, 4) == list(range(8))
+
+
+def test_bytes_and_peaks_of_each_category():
+    """Of every kind of event that changes them, and of those that do not: host memory, another GPU, empty storages."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)  # 512 bytes
+    b.phase(PhaseKind.INPUTS)
+    batch = b.new(1000, dtype="uint8")
+    b.new(3 * MIB, dtype="uint8", device=HOST)
+    b.new(3 * MIB, dtype="uint8", device="cuda:1")
+    b.new(0)
+    failed = b.new(3 * MIB, dtype="uint8")
+    b.free(failed)
+    b.trace.refused.append(failed)
+    large = b.new(45 * MIB, dtype="uint8")  # in a segment of 46 MiB, whose last MiB is not split off
+    b.free(large)
+    b.free(batch)
+    b.new(700, dtype="uint8")
+    ledger = build_ledger(b.trace, replay_on_gpu(b.trace, GpuMemory(50 * MIB, 0)))
+    end = len(b.trace.events) - 1
+    sizes, peaks = sum_by_category(ledger, [3, 9, end])
+    assert sizes == {
+        "parameters": [512, 512, 512],
+        "inputs": [1024, 45 * MIB + 1024, 1024],
+        "fragmentation": [0, MIB, 0],
+    }
+    assert peaks == {"parameters": 512, "inputs": 45 * MIB + 1024, "fragmentation": MIB}
+    assert sum_by_category(ledger, []) == ({}, {})
+
+
+def test_a_run_on_the_cpu_has_no_fragmentation():
+    b = TraceBuilder()
+    b.trace.device = CPU
+    b.alloc(1, device=CPU)
+    sizes, peaks = sum_by_category(build_ledger(b.trace, replay_in_host_memory(b.trace)), [1])
+    assert sizes == {"inputs": [1], "fragmentation": [0]} and peaks == {"inputs": 1, "fragmentation": 0}
+
+
+def test_at_most_a_hundred_moments_and_the_first_event_of_each_step():
+    b = TraceBuilder()
+    for step in (1, 2):
+        for micro_batch in (1, 2):
+            b.phase(PhaseKind.FORWARD, step, micro_batch)
+            for _ in range(30):
+                b.free(b.alloc(512))
+    b.alloc(MIB)
+    b.phase(PhaseKind.OTHER)  # with as much
+    found = build_over_time(build_ledger(b.trace))
+    assert (found.num_events, len(found.events)) == (247, 100)
+    assert found.steps == ((1, 1), (2, 123)) and found.peak_event == found.events[-1] == 245
+    assert build_over_time(build_ledger(b.trace, replay_on_gpu(b.trace, GpuMemory(MIB, 0)))).failed_event == 2
+
+
+def test_the_largest_category_comes_first():
+    b = TraceBuilder()
+    b.parameter("weight", 1000)
+    b.phase(PhaseKind.INPUTS)
+    b.new(2000)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(1500, owner=(Role.GRADIENT, "weight"))
+    found = build_over_time(build_ledger(b.trace))
+    assert found.most_bytes == {"inputs": 8192, "gradients": 6144, "parameters": 4096}
+    assert list(found.categories) == list(found.most_bytes) == ["inputs", "gradients", "parameters"]
+    assert found.categories["inputs"] == (0, 0, 0, 8192, 8192, 8192)

@@ -65,3 +65,38 @@ def test_a_step_that_did_not_end_is_none() -> None:
     unfinished.phase(PhaseKind.FORWARD)
     unfinished.new(100)
     assert steps_of(unfinished) == []
+
+
+def test_steps_are_counted_from_their_first_phase_to_their_last() -> None:
+    """What a step frees first, and what it keeps, belong to it; the end is exclusive."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.phases[0] = b.trace.phases[0]._replace(step=1)
+    kept = b.new(BLOCK)  # four blocks
+    b.phase(PhaseKind.OPTIMIZER_STEP, 1)
+    b.new(BLOCK // 4)
+    b.phase(PhaseKind.INPUTS, 2)
+    b.free(kept)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 0)  # outside steps
+    b.new(BLOCK)
+    steps = list_training_steps(b.trace, b.context().ledger.allocated)
+    assert [(step.step, step.begin, step.end) for step in steps] == [(1, 0, 4), (2, 4, 7)]
+    assert [(step.peak_bytes // BLOCK, step.end_bytes // BLOCK) for step in steps] == [(5, 5), (5, 1)]
+    assert [step.growth_bytes // BLOCK for step in steps] == [5, -4]
+
+
+def test_a_step_may_be_evaluation_and_an_optimizer_step() -> None:
+    b = run(10)
+    b.phase(PhaseKind.EVALUATION, 2)
+    b.free(b.new(90 * BLOCK // 4))
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    assert steps_of(b)[1] == (2, 1, 1, 0)
+    b.trace.phases[-1] = b.trace.phases[-1]._replace(kind=PhaseKind.EVALUATION)
+    b.trace.phases[-2] = b.trace.phases[-2]._replace(kind=PhaseKind.OPTIMIZER_STEP)
+    assert steps_of(b)[1] == (2, 91, 1, 0)
+
+
+def test_what_is_there_before_the_first_step_is_no_growth() -> None:
+    b = run(10)
+    (step,) = list_training_steps(b.trace, b.context().ledger.allocated)
+    assert (step.begin, step.end, step.growth_bytes, step.end_bytes) == (2, 7, 0, BLOCK)

@@ -67,3 +67,43 @@ def test_the_allocated_peak_is_that_of_the_replay() -> None:
         b.alloc(num_bytes)
     b.alloc(100, device="cpu")
     assert compute_allocated_peak(b.trace) == compute_memory_needs(b.trace, None, AllocatorConfig()).allocated_bytes
+
+
+def test_a_storage_that_is_live_or_gone_already_changes_nothing() -> None:
+    b = TraceBuilder(first=None)
+    first = b.alloc(512)
+    b.add(ALLOC, first)
+    b.free(first, first)
+    b.add(EventKind.EMPTY_CACHE, first)
+    b.alloc(1024)
+    b.alloc(4096, device="cuda:1")
+    b.alloc(0)
+    assert compute_allocated_peak(b.trace) == 1024
+
+
+def test_workspaces_follow_what_is_inserted_and_removed_before_them() -> None:
+    b = TraceBuilder(first=None)
+    first, second = b.alloc(512), b.alloc(512)
+    b.free(first)
+    workspace = b.alloc(512)
+    b.free(workspace)
+    b.trace.workspaces.append(Workspace(3, GPU, 512, 512))
+    new = [Event(FREE, second), Event(ALLOC, second)]
+    for inserted, removed, event in (
+        ({3: new}, (), 5),
+        ({4: new}, (), 3),
+        ({}, (2,), 2),
+        ({}, (4,), 3),
+        ({0: new}, (0, 2), 3),
+    ):
+        moved = edit_events(b.trace, inserted, removed)
+        assert [one.event for one in moved.workspaces] == [event]
+        assert moved.events[event] == Event(ALLOC, workspace)
+
+
+def test_a_call_without_a_workspace_stays_behind_the_events_before_it() -> None:
+    b = TraceBuilder(first=None)
+    b.free(b.alloc(512))
+    b.free(b.alloc(512))
+    b.trace.workspaces.append(Workspace(2, GPU, 0, 512))
+    assert [edit_events(b.trace, {}, removed).workspaces[0].event for removed in ((2,), (1, 2), (3,))] == [2, 1, 2]

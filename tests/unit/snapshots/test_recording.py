@@ -225,6 +225,7 @@ def test_fragmentation_is_a_tenth_of_what_is_reserved(more_used, is_fragmented):
     assert program.malloc(8 * MIB - more_used) is None
     (refusal,) = find_out_of_memory_events(only(program))
     assert (refusal.cached_bytes, refusal.fragmented) == (8 * MIB - more_used, is_fragmented)
+    assert ("the GPU is full" in refusal.reasons[-1]) != is_fragmented
 
 
 def test_blocks_that_an_error_freed_are_no_temporaries():
