@@ -21,6 +21,10 @@ def mask() -> torch.Tensor:
     return torch.ones(4, 6, device="cuda", dtype=torch.bool)
 
 
+def places() -> torch.Tensor:
+    return torch.zeros(4, device="cuda", dtype=torch.int64)
+
+
 WINDOW = {"device": torch.device("cuda")}
 CALLS: dict[str, Callable[[], object]] = {
     "binary_cross_entropy_with_logits": lambda: aten.binary_cross_entropy_with_logits(data(), data()),
@@ -53,6 +57,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "fft_fftfreq": lambda: aten.fft_fftfreq(16, **WINDOW),
     "fft_rfftfreq": lambda: aten.fft_rfftfreq(16, **WINDOW),
     "masked_scatter_backward": lambda: aten.masked_scatter_backward(data(), mask(), [24]),
+    "_unsafe_masked_index": lambda: aten._unsafe_masked_index(data(6), mask()[:, 0], [places()], 0),
+    "_unsafe_masked_index_put_accumulate": lambda: aten._unsafe_masked_index_put_accumulate(
+        data(6), mask()[:, 0], [places()], data(4)
+    ),
     "repeat": lambda: aten.repeat(data(), [2, 2]),
     "diag_embed": lambda: aten.diag_embed(data()),
 }

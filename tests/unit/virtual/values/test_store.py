@@ -200,7 +200,9 @@ def test_comparisons_of_chosen_tokens_with_named_ones_are_false():
 
     assert masked(aten.eq.Tensor, (chosen, named), equal) == [True, False, False, True]
     assert masked(aten.eq.Tensor, (named, chosen), equal) == [True, False, False, True]
-    assert masked(aten.isin.Tensor_Tensor, (chosen, named), equal) == [True, False, False, True]
+    shuffled = values, torch.tensor([10, 12, 9, 13])
+    found = tokens.mask_comparison(aten.isin.Tensor_Tensor, (chosen, named), shuffled, torch.isin(*shuffled))
+    assert found.tolist() == [True, False, False, True]
     assert masked(aten.ne.Tensor, (chosen, named), unequal) == [False, True, True, False]
     assert masked(aten.eq.Tensor, (chosen, chosen), equal) == [True] * 4
     assert masked(aten.ge.Tensor, (chosen, named), equal) == [True] * 4
