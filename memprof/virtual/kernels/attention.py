@@ -337,15 +337,9 @@ def _compute_backward_workspace(
     batch, heads, q_len, k_len = qk_shape
     head_dim, value_head_dim = query.shape[-1], value.shape[-1]
     block_i, block_j, _ = tile
-    num_splits = -(-k_len // block_j)
-    if batch * heads >= 256 and k_len <= 2 * block_j:
-        num_splits = 1
     num_elements = 0
     if is_split:
-        num_splits = min(num_splits, 200 // (batch * heads))
-    if num_splits < 1 or _is_deterministic():
-        num_splits = 1
-    if is_split:
+        num_splits = 1 if _is_deterministic() else max(1, min(-(-k_len // block_j), 200 // (batch * heads)))
         num_elements = num_splits * block_j * (round_up(head_dim, block_i) + round_up(value_head_dim, block_i))
     if gpu.compute_capability >= (7, 0) or query.dtype in _HALF_DTYPES:
         num_elements += -(-q_len // block_i) * -(-head_dim // block_j) * (4 + block_i * block_j)

@@ -80,7 +80,7 @@ def _lu_buffers(matrix: torch.Tensor, gpu: DeviceProperties) -> list[int]:
     (rows, columns), batch = matrix.shape[-2:], _count_matrices(matrix)
     if rows != columns or not (batch == 1 or rows <= 16 or (rows <= 128 and batch <= 16)):
         return []
-    return _measured_buffer(gpu, solver_buffers.getrf_buffer_bytes(rows)) if batch == 1 or rows >= 512 else [8 * batch]
+    return _measured_buffer(gpu, solver_buffers.getrf_buffer_bytes(rows)) if batch == 1 else [8 * batch]
 
 
 scratch(aten.linalg_lu_factor_ex)(lambda args, gpu: _lu_buffers(args[0], gpu))

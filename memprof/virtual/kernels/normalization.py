@@ -287,8 +287,6 @@ def _compute_staging_buffers(data: torch.Tensor, per_channel: int) -> list[int]:
     reduction_size = data.numel() // channels
     width = min(floor_power_of_two(channels), _TILE_WIDTH)
     height = min(floor_power_of_two(-(-reduction_size // _VALUES_PER_THREAD)), _BLOCK_THREADS // width)
-    if width * height != _BLOCK_THREADS:
-        width = min(floor_power_of_two(channels), _BLOCK_THREADS // height)
     num_rows = min(-(-reduction_size // (height * _VALUES_PER_THREAD)), _MAX_ROWS_OF_BLOCKS)
     if num_rows < 8:
         return []
@@ -312,7 +310,8 @@ def native_batch_norm(launch: KernelContext) -> Any:
         training = False
     else:
         training = bool(launch.args[3 if launch.func._overloadname == "no_stats" else 5])
-        _forget_running_statistics(launch)
+        if training:
+            _forget_running_statistics(launch)
     output = torch.empty_like(data)
     launch.record(output)
     saved_statistics = [launch.new(data.shape[1], _accumulation_dtype(data)) for _ in range(2)]

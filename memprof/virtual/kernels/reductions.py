@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.device_properties import DeviceProperties, torch_release
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels.registry import aten, scratch
 
 _SPLIT_THREADS = 512
@@ -28,10 +28,9 @@ class Reduction:
     kept_dims: tuple[tuple[int, int], ...]
     item_bytes: int
     accumulator_bytes: int
-    values_per_load: int = 4  # values per load of a thread along a contiguous reduced dimension (the kernel's vt0)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, dims: Any, accumulator_bytes: int, values_per_load: int = 4) -> Reduction:
+    def of(cls, tensor: torch.Tensor, dims: Any, accumulator_bytes: int) -> Reduction:
         """Return the reduction of `tensor` over `dims` (None and empty: all).
 
         The order is from TensorIterator.cpp, reorder_dimensions: kept dimensions as in the result, which is contiguous;
@@ -46,7 +45,7 @@ class Reduction:
         reduced_dims = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim in reduced_indices]
         kept_dims = [(tensor.size(dim), tensor.stride(dim)) for dim in order if dim not in reduced_indices]
         merged = _merge_dims(_sort_by_stride(reduced_dims)), _merge_dims(kept_dims)
-        return cls(*merged, tensor.element_size(), accumulator_bytes, values_per_load)
+        return cls(*merged, tensor.element_size(), accumulator_bytes)
 
     def split(self) -> list[Reduction]:
         """Return parts that 32-bit indices can address, one per launch: the widest dimension is halved repeatedly."""
@@ -68,7 +67,8 @@ class Reduction:
 
         From native/cuda/Reduce.cuh (setReduceConfig, global_memory_size, semaphore_size): a thread block has at most
         512 threads and is one warp wide where possible; the inputs of an output are split over blocks if each thread of
-        a single block would have 256 or more inputs.
+        a single block would have 256 or more inputs. So many inputs fill a block however many are loaded at once (the
+        kernel's vt0), which is not part of the computation.
         """
         num_outputs = math.prod(size for size, _ in self.kept_dims)
         num_inputs = math.prod(size for size, _ in self.reduced_dims)
@@ -77,21 +77,15 @@ class Reduction:
         reduced, kept = self.reduced_dims, self.kept_dims
         along_inputs = not kept or (bool(reduced) and reduced[0][1] < kept[0][1])
         width, height = (num_inputs, num_outputs) if along_inputs else (num_outputs, num_inputs)
-        innermost_dim = reduced[:1] if along_inputs else kept[:1]
         outputs_per_thread = 1
-        if innermost_dim and innermost_dim[0][1] == 1:
-            if along_inputs and width >= 128 and len(reduced) == 1:
-                width //= self.values_per_load
-            elif not along_inputs:
-                outputs_per_thread = self._count_outputs_per_thread()
-                width //= outputs_per_thread
+        if not along_inputs and kept[0][1] == 1:
+            outputs_per_thread = self._count_outputs_per_thread()
+            width //= outputs_per_thread
         limit = _SPLIT_THREADS // outputs_per_thread
         max_width, max_height = min(floor_power_of_two(width), limit), min(floor_power_of_two(height), limit)
         rows = min(max_height, limit // min(max_width, 32))
         columns = min(max_width, limit // rows)
         step_input, step_output = (columns, 1) if along_inputs else (1, columns)
-        if -(-num_inputs // step_input) < min(rows * 16, _MAX_VALUES_PER_THREAD):
-            return []
         values_per_thread = -(-num_inputs // (step_input * rows))
         num_output_blocks = -(-(num_outputs // outputs_per_thread) // step_output)
         max_blocks = num_sms * (threads_per_sm // (columns * rows))
@@ -153,9 +147,7 @@ def accumulator_bytes_per_value(tensor: torch.Tensor) -> int:
 def _make_formula(
     get_bytes: Callable[[torch.Tensor], int],
     dims_position: int = 1,
-    values_per_load: int = 4,
     *,
-    half_per_load: int = 4,
     casts_input: bool = False,
 ) -> Callable[[Any, DeviceProperties], list[int]]:
     """Return the scratch formula of an operator on gpu_reduce_kernel; argument `dims_position` has the dimensions."""
@@ -168,17 +160,14 @@ def _make_formula(
             # native/ReduceOpsUtils.h, make_reduction: inputs of another dtype than the result are converted first.
             copies = [8 * data.numel()]
             data = torch.empty_strided(data.size(), data.stride(), dtype=torch.int64, device="meta")
-        per_load = half_per_load if values_per_load == 4 and data.element_size() == 2 else values_per_load
         # max() and min() without a dimension keep no index.
         num_bytes = data.element_size() if get_bytes is _get_pair_bytes and dims is None else get_bytes(data)
-        return copies + reduction_buffers(data, dims, num_bytes, gpu, per_load)
+        return copies + reduction_buffers(data, dims, num_bytes, gpu)
 
     return formula
 
 
-def reduction_buffers(
-    tensor: torch.Tensor, dims: Any, accumulator_bytes: int, gpu: DeviceProperties, values_per_load: int = 4
-) -> list[int]:
+def reduction_buffers(tensor: torch.Tensor, dims: Any, accumulator_bytes: int, gpu: DeviceProperties) -> list[int]:
     """Return the bytes of a reduction's buffers. If half precision, or values with indices, need several launches, the
     first buffer has the accumulators between launches (Reduce.cuh, AccumulationBuffer).
 
@@ -186,7 +175,7 @@ def reduction_buffers(
     """
     if tensor.numel() < 2:
         return []
-    reduction = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
+    reduction = Reduction.of(tensor, dims, accumulator_bytes)
     parts = reduction.split()
     accumulators = []
     if len(parts) > 1 and (tensor.dtype in (torch.float16, torch.bfloat16) or accumulator_bytes == _PAIR_BYTES):
@@ -204,19 +193,16 @@ def _get_pair_bytes(tensor: torch.Tensor) -> int:
     return _PAIR_BYTES
 
 
-# Sum and mean of half precision load eight values at once since torch 2.10 (pull request 165055).
-_HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
-
 # Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the accumulation dtype.
-scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD, casts_input=True))
+scratch(aten.sum)(_make_formula(accumulator_bytes_per_value, casts_input=True))
 scratch(aten.prod)(_make_formula(accumulator_bytes_per_value, casts_input=True))
 scratch(aten.nansum)(_make_formula(accumulator_bytes_per_value))
-scratch(aten.mean)(_make_formula(accumulator_bytes_per_value, half_per_load=_HALVES_PER_LOAD))
+scratch(aten.mean)(_make_formula(accumulator_bytes_per_value))
 scratch(aten.linalg_vector_norm)(_make_formula(accumulator_bytes_per_value, dims_position=2))
 scratch(aten.amax, aten.amin, aten.any, aten.all)(_make_formula(torch.Tensor.element_size))
 scratch(aten.max, aten.min)(_make_formula(_get_pair_bytes))
 scratch(aten.argmax, aten.argmin)(_make_formula(lambda tensor: _PAIR_BYTES))  # with an index even without a dimension
 # Mean, sum of squares, an int32 count and the count as a real number (native/SharedReduceOps.h, WelfordData).
 scratch(aten.var, aten.std, aten.var_mean, aten.std_mean)(
-    _make_formula(lambda tensor: 32 if tensor.dtype is torch.float64 else 16, values_per_load=2)
+    _make_formula(lambda tensor: 32 if tensor.dtype is torch.float64 else 16)
 )

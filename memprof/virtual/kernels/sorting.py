@@ -56,10 +56,9 @@ def radix_sort_bytes(num_keys: int, key_bytes: int, value_bytes: int, key_bits: 
     fit one tile (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if num_keys <= _SINGLE_TILE_ITEMS:
         return 1
-    max_item_bytes = max(key_bytes, value_bytes)
-    items_per_thread = max(1, _onesweep_items(key_bytes, value_bytes, gpu) * 4 // max(4, max_item_bytes))
-    num_threads = min(_ONESWEEP_THREADS, -(-(48 * 1024 // (max_item_bytes * items_per_thread)) // 32) * 32)
-    tile_items = num_threads * items_per_thread
+    # At most 120 bytes per thread, so that the shared memory (48 KiB) holds the items of all threads.
+    items_per_thread = _onesweep_items(key_bytes, value_bytes, gpu) * 4 // max(4, key_bytes, value_bytes)
+    tile_items = _ONESWEEP_THREADS * items_per_thread
     num_passes = -(-key_bits // _DIGIT_BITS)
     items_per_portion = _MAX_PORTION_ITEMS // tile_items * tile_items
     num_portions = -(-num_keys // items_per_portion)
@@ -146,8 +145,7 @@ def compute_sort_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
 
 
 _TOPK_BLOCK_THREADS = 256
-_TOPK_REGISTERS = 40 * _TOPK_BLOCK_THREADS
-_REGISTERS_PER_SM = 65_536
+_TOPK_BLOCKS_PER_SM = 65_536 // (40 * _TOPK_BLOCK_THREADS)  # registers of a multiprocessor, and of each thread
 _MULTIBLOCK_LIMITS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
 
 
@@ -166,8 +164,7 @@ def compute_topk_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     sort_buffers = [16 * num_slices * k, num_slices * k * data.element_size(), 8 * k] if needs_sort else []
     if length < min_length:
         return copies + sort_buffers
-    blocks_per_sm = min(_REGISTERS_PER_SM // _TOPK_REGISTERS, 32)
-    items_per_thread = -(-(length * num_slices) // (gpu.num_sms * blocks_per_sm * _TOPK_BLOCK_THREADS))
+    items_per_thread = -(-(length * num_slices) // (gpu.num_sms * _TOPK_BLOCKS_PER_SM * _TOPK_BLOCK_THREADS))
     items_per_block = max(4, min(items_per_thread, 64)) * _TOPK_BLOCK_THREADS
     num_blocks = num_slices * -(-length // items_per_block)
     radix_bytes = max(4, data.element_size())

@@ -46,7 +46,7 @@ def spread_choices(
     start = next((s for s in starts if not any(s <= token < s + num_chosen for token in avoided_tokens)), start)
     tokens = range(start, start + num_chosen) if size > max(MAX_EXPERTS, num_chosen) else range(0)
     indices = (torch.arange(num_chosen) + start).remainder(size).to(output.dtype)
-    if output.dim() != data.dim() or output.shape[dim] == 1:
+    if not output.dim() or output.dim() != data.dim() or output.shape[dim] == 1:
         return indices.reshape(output.shape), tokens
     return indices.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(output.shape), tokens
 

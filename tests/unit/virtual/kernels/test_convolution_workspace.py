@@ -9,6 +9,7 @@ from memprof.device.catalog import find_gpu
 from memprof.ledger.workspaces import Workspaces
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.kernels import convolution
 from memprof.virtual.kernels.convolution import compute_workspace
 
 A100, V100, RTX_3090, P100, H100 = (
@@ -103,6 +104,8 @@ SMALL = (32, 512, 7, 7), (2048, 512, 1, 1), (32, 2048, 7, 7)
 GROUPS = (8, 128, 56, 56), (128, 4, 3, 3), (8, 128, 56, 56)
 IN_LAST_ORDER = {"is_channels_last": True}
 BY_TWO = {"stride": [2, 2]}
+LAST_BY_TWO = IN_LAST_ORDER | BY_TWO
+PATCHES_OF_16 = (16, 3, 224, 224), (768, 3, 16, 16), (16, 768, 14, 14)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,34 @@ BY_TWO = {"stride": [2, 2]}
         (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), SINGLE, {}, 308_240, 0, None),
         (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), BRAIN, IN_LAST_ORDER, 2_291_856, 2_291_856, 2_291_856),
         (((16, 3, 224, 224), (1024, 3, 14, 14), (16, 1024, 16, 16)), SINGLE, {"stride": [14, 14]}, 28_819_472, 0, None),
+        (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), SINGLE, IN_LAST_ORDER, 1_579_792, None, 0),
+        (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), BRAIN, IN_LAST_ORDER, 2_106_384, None, None),
+        (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), BRAIN, {}, 0, 41_956_880, None),
+        (((32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112)), SINGLE, LAST_BY_TWO, None, 122_065_680, None),
+        (((128, 64, 16, 16), (128, 64, 3, 3), (128, 128, 8, 8)), BRAIN, BY_TWO, 6_438_928, None, None),
+        (((128, 1, 28, 28), (32, 1, 3, 3), (128, 32, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
+        (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), BRAIN, {}, None, 10_794_000, None),
+        (((4, 64, 256, 256), (2, 64, 1, 1), (4, 2, 256, 256)), SINGLE, IN_LAST_ORDER, 0, None, None),
+        (((4, 64, 256, 256), (128, 64, 2, 2), (4, 128, 128, 128)), SINGLE, LAST_BY_TWO, 131, None, None),
+        (((2, 320, 64, 64), (4, 320, 3, 3), (2, 4, 64, 64)), BRAIN, IN_LAST_ORDER, None, 177_168, None),
+        (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), SINGLE, IN_LAST_ORDER, 4_248_144, None, None),
+        (PATCHES_OF_16, BRAIN, {"stride": [16, 16]}, 20_807_696, None, None),
+        (PATCHES_OF_16, SINGLE, {"stride": [16, 16], **IN_LAST_ORDER}, None, None, 25_624_720),
+        (
+            ((16, 3, 224, 224), (96, 3, 4, 4), (16, 96, 56, 56)),
+            SINGLE,
+            {"stride": [4, 4], **IN_LAST_ORDER},
+            9_652_240,
+            None,
+            None,
+        ),
+        (((2, 32, 32, 32, 32), (64, 32, 3, 3, 3), (2, 64, 32, 32, 32)), SINGLE, IN_LAST_ORDER, 131, None, None),
+        (((64, 256, 16, 16), (512, 256, 4, 4), (64, 512, 8, 8)), SINGLE, BY_TWO, None, None, 33_554_448),
+        (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), SINGLE, {}, None, None, 33_554_432),
+        (((32, 256, 56, 56), (64, 256, 1, 1), (32, 64, 56, 56)), BRAIN, IN_LAST_ORDER, None, 131, None),
+        (((2, 16, 256, 256), (16, 16, 3, 3), (2, 16, 256, 256)), BRAIN, IN_LAST_ORDER, None, 0, None),
+        (((8, 256, 28, 28), (256, 8, 3, 3), (8, 256, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
+        (((64, 64, 64, 64), (128, 64, 4, 4), (64, 128, 32, 32)), SINGLE, BY_TWO, 67_633_168, None, None),
     ],
 )
 def test_what_an_h100_requested(shapes, dtype, named, output, data, weight):
@@ -145,6 +176,90 @@ def test_what_an_h100_requested(shapes, dtype, named, output, data, weight):
     for made, num_bytes in seen.items():
         if num_bytes is not None:
             assert asked(H100, *shapes, made=made, dtype=dtype, **named).num_bytes == num_bytes, made
+
+
+@pytest.mark.parametrize(("shapes", "dtype", "made", "named", "num_bytes"), [
+    # Kernels of one point multiply matrices, of 64 points or more; images of fewer are copied, as is the result.
+    (((8, 32, 8, 8), (96, 32, 1, 1), (8, 96, 8, 8)), BRAIN, "output", {}, 0),
+    (((8, 32, 7, 9), (96, 32, 1, 1), (8, 96, 7, 9)), BRAIN, "output", {}, 2 * 8 * 63 * (32 + 96) + 16),
+    (((8, 32, 7, 9), (96, 32, 1, 1), (8, 96, 7, 9)), BRAIN, "weight", {}, 2 * 8 * 63 * (32 + 96) + 16),
+    # The gradient of the weight is made for each image, unless that is more than twice what is read.
+    (((8, 32, 8, 8), (32, 32, 1, 1), (8, 32, 8, 8)), SINGLE, "weight", {}, 4 * 8 * 32 * 32),
+    (((8, 256, 8, 8), (256, 256, 1, 1), (8, 256, 8, 8)), SINGLE, "weight", {}, 4 * 8 * 256 * 256),
+    (((8, 257, 8, 8), (257, 257, 1, 1), (8, 257, 8, 8)), SINGLE, "weight", {}, 2 * 4 * 8 * 257 * 64 + 16),
+    # Of a small kernel of images nothing is copied, of 4 x 7 what is read and made.
+    (((1, 3, 32, 32), (8, 3, 3, 9), (1, 8, 30, 24)), SINGLE, "output", {}, 0),
+    (((1, 3, 32, 32), (8, 3, 4, 7), (1, 8, 29, 26)), SINGLE, "output", {}, 4 * (3072 + 8 * 29 * 26 + 8 * 84) + 16),
+    (GROUPS, SINGLE, "weight", {}, 2 * 12_845_056 + 16 * 18_432 + 16),
+])  # fmt: skip
+def test_edges_of_the_rule_of_an_h100(shapes, dtype, made, named, num_bytes):
+    assert asked(H100, *shapes, made=made, dtype=dtype, **named).num_bytes == num_bytes
+
+
+def meta(*shape, dtype=SINGLE):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("weight", "positions", "dtype", "num_bytes"), [
+    # Of float32 768 positions or more for each of two slices or more; all multiprocessors from 16,384 positions on.
+    ((128, 128, 1, 1), 1535, SINGLE, 0), ((128, 128, 1, 1), 1536, SINGLE, 4 * (2 * 16_384 + 2 + 7) + 131),
+    ((128, 128, 1, 1), 16_383, SINGLE, 4 * (21 * 16_384 + 21 + 7) + 131),
+    ((128, 128, 1, 1), 16_384, SINGLE, 4 * (132 * 16_384 + 132 + 7) + 131),
+    # In half precision none is stored of the last one, and none of few positions.
+    ((128, 128, 1, 1), 16_383, BRAIN, 0), ((128, 128, 1, 1), 16_384, BRAIN, 4 * (131 * 16_384 + 132 + 7) + 131),
+    # Tiles of 128 x 128; up to 64 filters or channels are not padded.
+    ((65, 64, 1, 1), 1536, SINGLE, 4 * (2 * 128 * 64 + 2 + 7) + 131),
+    ((129, 64, 1, 1), 16_384, SINGLE, 4 * (66 * 256 * 64 + 66 * 2 + 7) + 131),
+    ((64, 129, 3, 3), 16_384, SINGLE, 4 * (7 * 64 * 256 * 9 + 7 * 18 + 7) + 131),
+    ((256, 1024, 3, 3), 16_384, SINGLE, 0),  # 144 tiles for 132 multiprocessors
+    ((128, 17, 1, 1), 1536, SINGLE, 4 * (2 * 128 * 17 + 2 + 7) + 131),
+    # Few channels.
+    ((128, 16, 1, 1), 16_383, SINGLE, 128), ((128, 16, 1, 1, 1), 16_383, SINGLE, 0),
+    ((8, 3, 3, 3), 16_384, SINGLE, 4 * 54 * 8 * 4 * 9 + 128), ((8, 3, 3, 3), 16_384, BRAIN, 4 * 58 * 8 * 8 * 9 + 128),
+])  # fmt: skip
+def test_partial_sums_of_the_gradient_of_a_weight(weight, positions, dtype, num_bytes):
+    output = meta(1, weight[0], 1, positions, dtype=dtype)
+    assert convolution._partial_sums_bytes(H100, output, meta(*weight, dtype=dtype), output) == num_bytes
+
+
+@pytest.mark.parametrize(("filters", "channels", "size", "num_bytes"), [
+    # 36 values of each tile of 4 x 4 results, of channels and filters, and of each weight.
+    (64, 64, (8, 8), 144 * (4096 + 128 * 4)), (64, 96, (9, 8), 144 * (6144 + 160 * 6)),
+    (63, 64, (8, 8), 0), (64, 63, (8, 8), 0),
+    (256, 256, (4, 4 * 213), 144 * (65_536 + 512 * 213)), (256, 256, (4, 4 * 214), 0),  # up to 24 MiB
+])  # fmt: skip
+def test_transformed_values_of_winograds_algorithm(filters, channels, size, num_bytes):
+    data, output = meta(1, channels, *size), meta(1, filters, *size)
+    assert convolution._winograd_bytes(data, meta(filters, channels, 3, 3), output) == num_bytes
+
+
+SMALL_HALF = (2, 8, 10, 10), (8, 8, 3, 3), (2, 8, 8, 8)  # 3,200, 1,152 and 2,048 bytes
+VOLUME = (1, 8, 4, 4, 4), (8, 8, 3, 3, 3), (1, 8, 2, 2, 2)  # in float32 2,048, 6,912 and 256 bytes
+
+
+@pytest.mark.parametrize(("gpu", "shapes", "dtype", "made", "num_bytes", "max_bytes"), [
+    # Copies of all; at most a result in float32 as well, and 34 KiB, or a tile of 64 KiB for each multiprocessor.
+    (A100, SMALL_HALF, HALF, "output", 6400, 6400 + 2048 + (34 << 10)),
+    (A100, SMALL_HALF, HALF, "data", 6400, 6400 + 3200 + (34 << 10)),
+    (A100, SMALL_HALF, HALF, "weight", 983_520 + 32_768 + 6400, 6400 + 108 * 65_536),
+    (V100, SMALL_HALF, HALF, "weight", 983_520 + 32_768 + 6400, 6400 + 80 * 65_536),
+    (H100, SMALL_HALF, HALF, "output", 6416, 6400 + 2048 + 2 * 132 * 65_536),
+    (V100, SMALL_HALF, HALF, "output", 6400, 6400 + 2048 + (34 << 10)),
+    (P100, SMALL_HALF, HALF, "output", 0, 6400 + 2048 + (34 << 10)),
+    (P100, SMALL_HALF, HALF, "weight", 0, 6400 + 56 * 65_536),
+    # TF32 is for compute capability 8.0 and later; 16 channels are few, 17 are not.
+    (A100, VOLUME, SINGLE, "output", 9216, 9216 + 256 + (34 << 10)),
+    (V100, VOLUME, SINGLE, "output", 6912 + 32 + 32_768, 9216 + 256 + (34 << 10)),
+    (A100, ((1, 4, 9, 9), (16, 4, 3, 3), (1, 16, 7, 7)), SINGLE, "output", 4 * 576 + 64 + 32_768, None),
+    (A100, ((1, 4, 9, 9), (17, 4, 3, 3), (1, 17, 7, 7)), SINGLE, "output", 4 * 612 + 68 + 2048, None),
+    (A100, ((1, 5, 9, 9), (20, 5, 3, 3), (1, 20, 7, 7)), SINGLE, "output", 4 * 900 + 80 + 2048, None),
+    (A100, ((1, 4, 9, 9), (20, 4, 1, 2), (1, 20, 9, 8)), SINGLE, "output", 4 * 160 + 80, None),
+    (V100, ((1, 4, 9, 9), (20, 4, 1, 2), (1, 20, 9, 8)), torch.float64, "output", 0, None),
+])  # fmt: skip
+def test_the_rule_and_its_bound_by_hand(gpu, shapes, dtype, made, num_bytes, max_bytes):
+    found = asked(gpu, *shapes, made=made, dtype=dtype)
+    assert found.num_bytes == num_bytes
+    assert max_bytes is None or found.max_bytes == max_bytes
 
 
 def test_float32_without_tf32_is_the_older_rule_on_an_h100():

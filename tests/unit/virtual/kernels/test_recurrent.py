@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.kernels import recurrent
 
 STEPS, BATCH, INPUT, HIDDEN = 5, 3, 6, 8
 
@@ -156,6 +161,125 @@ def test_cudnn_takes_what_it_answered_on_an_h100(kind, dtype, shape, forward, ba
         first = len(gpu.trace.storages)
         layer.eval()(data)
         assert made(gpu, first, hidden=True) == [inference]
+
+
+# Recorded on the same GPU (recurrences.jsonl): the same four, with dropout or a projection too.
+RECORDED = [
+    (nn.LSTM, torch.float32, (20, 8, 96, 200, 2, 1), 0.0, 24, 18_175_808, 18_175_808, 18_175_808, 1_694_976),
+    (nn.LSTM, torch.float16, (20, 8, 96, 160, 1, 1), 0.0, 0, 9_843_008, 9_028_928, 9_843_008, 256_256),
+    (nn.GRU, torch.float16, (20, 16, 128, 256, 1, 1), 0.0, 0, 9_838_976, 9_838_976, 9_757_056, 983_296),
+    (nn.LSTM, torch.float16, (20, 16, 128, 256, 1, 1), 0.0, 0, 12_763_520, 12_763_520, 12_763_520, 819_456),
+    (nn.LSTM, torch.float32, (50, 128, 100, 33, 1, 1), 0.0, 0, 29_014_880, 29_014_880, 28_896_096, 4_224_256),
+    (nn.LSTM, torch.float16, (20, 8, 96, 160, 2, 2), 0.3, 0, 37_097_792, 36_309_312, 37_097_792, 1_139_456),
+    (nn.LSTM, torch.float32, (35, 20, 650, 650, 2, 1), 0.5, 0, 57_597_632, 57_597_632, 55_777_632, 20_077_152),
+]
+NUMBERS = {nn.RNN: 1, nn.LSTM: 2, nn.GRU: 3}
+HOPPER = DeviceProperties((9, 0), 132, 2048, (2, 11))
+
+
+def arguments(kind, dtype, shape, dropout=0.0, projection=0, training=True, batch_sizes=()):
+    """Arguments of `_cudnn_rnn`; (steps, batch, features, hidden size, layers, directions) is `shape`."""
+    steps, batch, features, hidden, layers, directions = shape
+    data = torch.empty(steps, batch, features, dtype=dtype, device="meta")
+    options = hidden, projection, layers, False, dropout, training, directions == 2, list(batch_sizes), None
+    return (data, *[None] * 5, NUMBERS[kind], *options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape", "dropout", "projection", "forward", "backward", "inference", "reserve"), RECORDED
+)
+def test_space_of_an_h100(kind, dtype, shape, dropout, projection, forward, backward, inference, reserve):
+    launch = SimpleNamespace(gpu=HOPPER, device_state=SimpleNamespace(workspaces=True))
+    trained, evaluated = (arguments(kind, dtype, shape, dropout, projection, each) for each in (True, False))
+    spaces = [(trained, True, forward), (trained, False, backward), (evaluated, True, inference)]
+    for args, is_forward, num_bytes in spaces:
+        assert recurrent._workspace_bytes(launch, args, is_forward) == num_bytes
+    assert recurrent._reserve_bytes(HOPPER, trained) == reserve
+
+
+@pytest.mark.parametrize(("kind", "shape", "options", "persistent"), [
+    # One layer in one direction of up to 1,024, features and hidden size in steps of 128, rows of 8 up to 128.
+    (nn.LSTM, (9, 8, 128, 1024, 1, 1), {}, True), (nn.LSTM, (9, 8, 128, 1152, 1, 1), {}, False),
+    (nn.LSTM, (9, 8, 128, 512, 2, 1), {}, False), (nn.LSTM, (9, 8, 128, 512, 1, 2), {}, False),
+    (nn.LSTM, (9, 8, 128, 500, 1, 1), {}, False), (nn.LSTM, (9, 8, 100, 512, 1, 1), {}, False),
+    (nn.LSTM, (9, 8, 100, 484, 1, 1), {}, False), (nn.LSTM, (9, 9, 128, 512, 1, 1), {}, False),
+    (nn.LSTM, (9, 128, 128, 512, 1, 1), {}, True), (nn.LSTM, (9, 136, 128, 512, 1, 1), {}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"dtype": torch.float32}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"projection": 24}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"batch_sizes": [8]}, False),
+    # A GRU never is; others are with fewer than 96 rows or 896 hidden values.
+    (nn.GRU, (9, 8, 128, 512, 1, 1), {}, False), (nn.RNN, (9, 88, 128, 1024, 1, 1), {}, True),
+    (nn.RNN, (9, 96, 128, 896, 1, 1), {}, False), (nn.RNN, (9, 96, 128, 768, 1, 1), {}, True),
+    # Small hidden sizes in any other case.
+    (nn.RNN, (9, 7, 100, 384, 2, 2), {"dtype": torch.float32}, True), (nn.RNN, (9, 7, 100, 385, 2, 2), {}, False),
+    (nn.LSTM, (9, 7, 100, 192, 2, 2), {}, True), (nn.LSTM, (9, 7, 100, 193, 2, 2), {}, False),
+    (nn.GRU, (9, 7, 100, 128, 1, 1), {"is_forward": False}, True),
+    (nn.GRU, (9, 7, 100, 129, 1, 1), {"is_forward": False}, False),
+    (nn.LSTM, (9, 7, 100, 100, 1, 1), {"dtype": torch.bfloat16}, False),
+    (nn.LSTM, (9, 7, 100, 100, 1, 1), {"projection": 24}, False),
+    (nn.LSTM, (9, 7, 100, 100, 1, 1), {"batch_sizes": [7]}, False),
+    # The GPU.
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"gpu": ((8, 0), 98)}, True),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"gpu": ((8, 0), 97)}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"gpu": ((7, 5), 98)}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"gpu": ((8, 6), 98)}, False),
+    (nn.LSTM, (9, 8, 128, 512, 1, 1), {"gpu": ((8, 9), 128)}, True),
+])  # fmt: skip
+def test_which_layers_run_persistent_algorithms(kind, shape, options, persistent):
+    options = {"dtype": torch.float16, "is_forward": True, "gpu": ((9, 0), 132)} | options
+    (capability, sms), is_forward = options.pop("gpu"), options.pop("is_forward")
+    gpu = DeviceProperties(capability, sms, 2048, (2, 11))
+    args = arguments(kind, options.pop("dtype"), shape, **options)
+    assert recurrent._is_persistent(gpu, args, is_forward) is persistent
+
+
+@pytest.mark.parametrize(("kind", "shape", "projection", "values"), [
+    # Gates and cells of every layer, and the outputs between layers, for each position.
+    (nn.LSTM, (5, 3, 6, 8, 1, 1), 0, 15 * 5 * 8), (nn.LSTM, (5, 3, 6, 8, 3, 2), 0, 30 * (3 * 5 * 8 + 2 * 8)),
+    (nn.LSTM, (5, 3, 6, 8, 3, 1), 4, 15 * (3 * 5 * 8 + 2 * 4)), (nn.GRU, (5, 3, 6, 8, 2, 1), 0, 15 * (2 * 4 * 8 + 8)),
+    (nn.RNN, (5, 3, 6, 8, 2, 1), 0, 15 * (2 * 8 + 8)),
+])  # fmt: skip
+def test_the_reserve_space_of_other_versions_is_what_the_backward_needs(kind, shape, projection, values):
+    gpu = DeviceProperties((9, 0), 132, 2048, (2, 10))
+    args = arguments(kind, torch.float16, shape, 0.0, projection)
+    assert recurrent._reserve_bytes(gpu, args) == 2 * values
+    measured = SimpleNamespace(gpu=gpu, device_state=SimpleNamespace(workspaces=True))
+    uncounted = SimpleNamespace(gpu=HOPPER, device_state=SimpleNamespace(workspaces=False))
+    assert recurrent._workspace_bytes(measured, args, True) == recurrent._workspace_bytes(uncounted, args, True) == 0
+
+
+@pytest.mark.parametrize(("release", "says"), [((2, 10), "2 MiB"), ((2, 11), None)])
+def test_what_other_versions_of_cudnn_take_is_said(gpu, release, says):
+    gpu.dispatch_mode.gpu = dataclasses.replace(gpu.dispatch_mode.gpu, release=release)
+    layer = nn.GRU(INPUT, HIDDEN, num_layers=2, dropout=0.1).cuda()
+    first = len(gpu.trace.storages)
+    layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))
+    sizes = [storage.num_bytes for storage in gpu.trace.storages[first:]]
+    assert ((2 << 20) in sizes) is (says is not None)
+    assumptions = set(gpu.trace.assumptions)
+    older = {recurrent.DROPOUT_ASSUMPTION, recurrent.WORKSPACE_ASSUMPTION, recurrent.RESERVE_ASSUMPTION}
+    assert assumptions & (older | {recurrent.MEASURED_WORKSPACE_ASSUMPTION}) == (
+        older if says else {recurrent.MEASURED_WORKSPACE_ASSUMPTION}
+    )
+
+
+def test_bfloat16_runs_on_cudnn_from_9_13_and_compute_capability_8_on():
+    cases = [((8, 0), (2, 11)), ((7, 5), (2, 11)), ((8, 0), (2, 10))]
+    gpus = [DeviceProperties(capability, 132, 2048, release) for capability, release in cases]
+    assert [recurrent._runs_on_cudnn(gpu, torch.bfloat16) for gpu in gpus] == [True, False, False]
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert recurrent._runs_on_cudnn(gpus[2], dtype)
+    assert not recurrent._runs_on_cudnn(gpus[0], torch.int64)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh"])
+def test_layers_without_gates_have_one_matrix_for_each_input(gpu, name):
+    layer = nn.RNN(INPUT, HIDDEN, nonlinearity=name).cuda()
+    (buffer,) = {weight.untyped_storage().nbytes() for weight in layer.parameters()}
+    assert buffer == 4 * (HIDDEN * (INPUT + HIDDEN) + 2 * HIDDEN)
+    first = len(gpu.trace.storages)
+    layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))
+    assert made(gpu, first)[:2] == [4 * STEPS * BATCH * HIDDEN, 4 * BATCH * HIDDEN]
 
 
 @pytest.mark.usefixtures("recorded_release")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
+from memprof.virtual.kernels import sparse
 
 
 def on_gpu(gpu: VirtualGpu) -> list[int]:
@@ -379,3 +381,68 @@ def test_buffers_of_products_are_those_of_an_h100(layout, sides, expected):
         matrix = made.to_sparse_csr() if layout == "csr" else made
         matrix @ torch.ones(1000, sides, device="cuda")
         assert gpu.trace.storages[-1].num_bytes == expected
+
+
+@pytest.mark.parametrize(("count", "is_vector", "is_csr", "num_bytes"), [
+    (3072, True, True, 8 * 2 + 7), (3073, True, True, 8 * 3 + 7), (4096, True, False, 4 * 2 + 3),
+    (4097, True, False, 4 * 3 + 3), (24, False, True, 8 + 7), (25, False, True, 8 * 2 + 7),
+    (256, False, False, 4 * 2 + 3), (257, False, False, 4 * 3 + 3),
+])  # fmt: skip
+def test_buffers_of_cusparse_by_hand(count, is_vector, is_csr, num_bytes):
+    for capability, expected in (((9, 0), [num_bytes]), ((8, 0), []), ((10, 0), [])):
+        launch = SimpleNamespace(gpu=SimpleNamespace(compute_capability=capability))
+        assert sparse._cusparse_buffer(launch, count, is_vector, is_csr) == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("call", "expected"), [
+    # Of a CSR matrix of 6 x 8 with 10 elements: zeros to add to except for a vector, and the result.
+    (lambda m: m @ torch.ones(8, 4, device="cuda"), [96, 96]), (lambda m: m @ torch.ones(8, device="cuda"), [24]),
+    (lambda m: torch.sparse.addmm(torch.ones(6, 4, device="cuda"), m, torch.ones(8, 4, device="cuda")), [96]),
+    # A matrix that is neither in rows nor in columns is copied.
+    (lambda m: m @ torch.ones(8, 8, device="cuda")[:, ::2], [96, 96, 128]),
+    (lambda m: m @ torch.ones(4, 8, device="cuda").t(), [96, 96]),
+    (lambda m: m * 2, [40, 56, 80]), (lambda m: -m, [40, 56, 80]), (lambda m: m.to_dense(), [192]),
+])  # fmt: skip
+def test_requests_of_a_csr_matrix(gpu: VirtualGpu, call: Callable[[torch.Tensor], object], expected: list[int]) -> None:
+    offsets = torch.tensor([0, 2, 4, 6, 8, 9, 10], device="cuda")
+    matrix = torch.sparse_csr_tensor(
+        offsets, torch.zeros(10, dtype=torch.int64, device="cuda"), torch.ones(10, device="cuda"), (6, 8)
+    )
+    first = len(gpu.trace.storages)
+    call(matrix)
+    made = [one.num_bytes for one in gpu.trace.storages[first:] if gpu.trace.op(one) != "aten.ones" and one.num_bytes]
+    assert made == expected
+
+
+@pytest.mark.parametrize(("dims", "expected"), [
+    # The indices of 10 elements of 4 values each: kept, of one dimension, or none where all are summed.
+    ([2], [(2, 10), (10,)]), ([0], [(1, 6), (6, 4)]), ([1, 2], [(1, 4), (4,)]), ([-1], [(2, 10), (10,)]),
+])  # fmt: skip
+def test_sums_of_a_sparse_tensor(gpu: VirtualGpu, dims: list[int], expected: list[tuple[int, ...]]) -> None:
+    places = torch.stack([torch.arange(10, device="cuda") % 4, torch.arange(10, device="cuda") % 6])
+    tensor = torch.sparse_coo_tensor(places, torch.ones(10, 4, device="cuda"), (4, 6, 4))
+    found = torch.sparse.sum(tensor, dims)
+    assert [tuple(part.shape) for part in (found._indices(), found._values())] == expected
+
+
+def test_sums_of_all_sparse_dimensions_are_dense(gpu: VirtualGpu) -> None:
+    tensor = torch.sparse_coo_tensor(torch.zeros(2, 10, dtype=torch.int64), torch.ones(10, 4), (4, 6, 4)).cuda()
+    found = torch.sparse.sum(tensor, [0, 1])
+    assert found.layout is torch.strided and found.shape == (4,)
+
+
+@pytest.mark.parametrize(("alpha", "coalesced", "expected"), [(1, False, [80]), (2, False, [80, 40]), (2, True, [])])
+def test_adding_to_a_dense_matrix_takes_an_index_of_each_row(
+    gpu: VirtualGpu, alpha: int, coalesced: bool, expected: list[int]
+) -> None:
+    tensor = torch.sparse_coo_tensor(torch.zeros(2, 10, dtype=torch.int64), torch.ones(10), (4, 6)).cuda()
+    tensor = tensor._coalesced_(coalesced)
+    dense = torch.ones(4, 6, device="cuda")
+    first = len(gpu.trace.storages)
+    dense.add_(tensor, alpha=alpha)
+    assert [one.num_bytes for one in gpu.trace.storages[first:] if one.num_bytes] == expected
+    first = len(gpu.trace.storages)
+    assert torch.add(dense, tensor, alpha=alpha).layout is torch.strided
+    assert [one.num_bytes for one in gpu.trace.storages[first:] if one.num_bytes] == [96, *expected]
+    assert dense[0, 0].item() == 1.0  # as any unknown float
