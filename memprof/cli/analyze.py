@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from memprof.cli.exits import ExitCode
-from memprof.cli.options import OUTPUT_PANEL, ReadingOptions, reuse_option
+from memprof.cli.options import ReadingOptions, reuse_option
 from memprof.cli.output import PageOptions, TableOptions, print_result
 from memprof.cli.progress import show_progress
-from memprof.spec import option
 
 EXAMPLES = """
 memprof analyze snapshot.pickle
@@ -35,7 +34,7 @@ class GroupKey(enum.StrEnum):
 class AnalyzeOptions(TableOptions, PageOptions):
     """Options of `memprof analyze`: the rows and the GPU to show, and allocator settings."""
 
-    full: bool = option(False, OUTPUT_PANEL, "Print the whole analysis: blocks, segments and all leaks.")
+    full: bool = reuse_option("full")
     top: int = reuse_option("top")
     shown_gpu: int | None = reuse_option("shown_gpu", unset="all of them")
     alloc_conf: str | None = reuse_option(

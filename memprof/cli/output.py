@@ -134,7 +134,7 @@ class ReportOptions(ExplainOptions, TableOptions, PageOptions):
 class RunReportOptions(ReportOptions):
     """Options of a command that prints the report of a run: its first screen, or the whole."""
 
-    full: bool = option(False, OUTPUT_PANEL, "Print the whole report: all stages, tensors and evidence.")
+    full: bool = reuse_option("full")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
     gpus: int = reuse_option("gpus", note="How the model is spread over them, and the least number that does.")
     host_memory_bytes: int = reuse_option("host_memory_bytes", default=HOST_BYTES, unset="256")
     cache: bool = reuse_option("cache")
-    full: bool = option(False, OUTPUT_PANEL, "Print the code to paste as well.")
+    full: bool = reuse_option("full", note="It has the code to paste.")
     row: int | None = option(
         None, OUTPUT_PANEL, "Run the configuration in this row of the table, and print its report.", metavar="NUMBER",
         is_count=True,

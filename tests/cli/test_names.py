@@ -88,7 +88,8 @@ CODE_MEANINGS = {
     "--largest": "the number that fits is searched",
     "--fix": "fixes", "--ladder": "fixes one after another", "--suggest-patch": "a diff of own lines",
     "--exact": "a simulation beside the closed form",
-    "--snippet": "a script alone", "--coverage": "shares of a text", "--cap": "a vocabulary's size to be tried",
+    "--snippet": "a script alone", "--row": "the run in this row of a table",
+    "--coverage": "shares of a text", "--cap": "a vocabulary's size to be tried",
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
@@ -100,7 +101,7 @@ CODE_MEANINGS = {
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--no-color": "without colours",
     "--config": "options from a file", "--save-config": "options into a file", "--preset": "options by a name",
-    "--help": "help",
+    "--help": "help", "--help-all": "help with the rarer options",
     # Of one letter.
     "-q": "--quiet", "-v": "--explain",
 }  # fmt: skip
@@ -162,4 +163,4 @@ def test_what_several_commands_have_is_made_in_one_place():
         if one.param_type_name == "option":
             users[one.opts[-1]].add(command)
     alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
-    assert alone == {"--config", "--debug", "--help", "--no-color", "--preset", "--save-config"}
+    assert alone == {"--config", "--debug", "--help", "--help-all", "--no-color", "--preset", "--save-config"}

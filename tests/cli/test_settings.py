@@ -51,7 +51,7 @@ def test_what_is_taken_is_said(memprof, folder, name):
     asked = memprof("estimate", "--params", "1.2B", "--gpu", "t4", "--context-length", 64, "--batch-size", 2, "--json")
     answer = memprof("estimate", "--params", "1.2B", "--json").json
     assert answer.pop("options_from_file") == {"file": str(folder / name), "options": said.split()}
-    assert asked.json == answer and "Tesla T4" in rest
+    assert asked.json == answer and "* on t4" in rest
     assert not memprof("estimate", "--params", "1.2B", "-q").stdout.startswith("From ")
     assert memprof("models").stdout.startswith("gpt2")  # takes nothing
 
@@ -96,8 +96,9 @@ def test_other_files_are_let_alone(memprof, folder):
 
 def test_a_script_s_own_options_are_not_looked_at(memprof, folder):
     write(folder, "[run]\ngpu = 'h1000'")
+    (folder / "a" / "b" / "train.py").write_text("")
     assert "unknown GPU" in memprof("run", "train.py", "--gpu", "t4").stderr
-    assert "unknown GPU" not in memprof("run", "--gpu", "t4", "train.py").stderr
+    assert "unknown GPU" not in memprof("run", "--gpu", "t4", "another.py").stderr
 
 
 @pytest.mark.parametrize(
