@@ -25,7 +25,7 @@ from memprof.workload.layers import find_layers
         "qlora": "quantized layers end the graphs",
     },
     edit="memprof.fixes.spec_edits:check_parallel", detect=lambda spec: spec.compile, compiles=True,
-    ladder_order=85, script_order=15,
+    ladder_order=85, script_order=15, headroom_order=20,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Replace the forward of each layer by one that torch.compile compiles at its first call.

@@ -25,7 +25,8 @@ _KEY = "expandable_segments:"
     changes="the caching allocator grows its segments in place instead of asking for others",
     cost="none to speak of; for the whole process, and what is on the GPU already stays where it is",
     alloc_conf="expandable_segments:True",
-    ladder_order=20, script_order=30, search_order=40, tiers=ALL_TIERS, helps={"fragmentation": 10},
+    ladder_order=20, script_order=30, search_order=40, headroom_order=10, tiers=ALL_TIERS,
+    helps={"fragmentation": 10},
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Switch expandable segments on for new segments of the caching allocator.

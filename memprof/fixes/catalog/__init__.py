@@ -14,6 +14,7 @@ from memprof.fixes.catalog.choice import (
     find_useless_reason,
     group_options,
     list_active_fixes,
+    list_headroom_fixes,
     list_ladder,
     list_tiers,
     script_fix_names,
@@ -26,5 +27,6 @@ from memprof.fixes.catalog.table import FIXES
 __all__ = [
     "ALL_FIXES", "BASE_PLAN", "EXPANDABLE_SEGMENTS", "EXTRAS", "FIXES", "PARALLEL_FIXES", "VALUE", "Fix", "Numerics",
     "Tier", "check_conflicts", "check_installed", "check_package", "find_conflict", "find_fixes", "find_fixes_for",
-    "find_useless_reason", "group_options", "list_active_fixes", "list_ladder", "list_tiers", "script_fix_names",
+    "find_useless_reason", "group_options", "list_active_fixes", "list_headroom_fixes", "list_ladder", "list_tiers",
+    "script_fix_names",
 ]  # fmt: skip

@@ -29,6 +29,11 @@ def list_tiers() -> list[tuple[str, list[str]]]:
     return [(tier.value, [fix.name for fix in fixes if tier in fix.tiers]) for tier in Tier]
 
 
+def list_headroom_fixes() -> list[str]:
+    """Return the names of the fixes that leave more of the GPU and make no step slower, as `--fix auto` adds them."""
+    return _sort_names((fix.headroom_order, fix) for fix in FIXES.values())
+
+
 def find_fixes_for(problem: str) -> list[Fix]:
     """Return the fixes recommended against `problem`, best first: a memory category, finding, or case of the doctor."""
     return sorted((fix for fix in FIXES.values() if problem in fix.helps), key=lambda fix: fix.helps[problem])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.fixes.catalog import FIXES, Numerics, find_conflict, find_fixes_for, list_tiers
+from memprof.fixes.catalog import FIXES, Numerics, find_conflict, find_fixes_for, list_headroom_fixes, list_tiers
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.ladder.build import MAX_RUNS, find_next_fix
 from memprof.flows.ladder.runs import LadderRun, Runs, RunsWithFixes, run_with_ladder
@@ -18,7 +18,6 @@ AnyRuns = Runs | RunsWithFixes
 MIN_SPEEDUP = 0.005  # a set of fixes is cheaper than another if its step is quicker by this share
 # Share of the GPU that a run should leave: closer to its limit, the allocator releases its cache and asks again.
 MIN_HEADROOM = 0.05
-_FREE_FIXES = ("expandable-segments", "compile")  # which make no step slower
 # Categories that an exact fix reduces only if the catalog lists them for the fix (`saves`, `ladder_against`).
 _IRREDUCIBLE_CATEGORIES = ("activations", "logits and loss")
 _MISMATCH_MESSAGE = "tensors of two devices meet"
@@ -186,7 +185,7 @@ def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixe
 def _find_headroom(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
     """Return fixes that take no time, to add to `fixes` while these leave less than `MIN_HEADROOM` of the GPU."""
     added: list[ChosenFix] = []
-    for name in _FREE_FIXES:
+    for name in list_headroom_fixes():
         run = runs.run_with_fixes([*fixes, *added])
         if run.needed_bytes <= (1 - MIN_HEADROOM) * (run.document.device.total_bytes or 0):
             break
