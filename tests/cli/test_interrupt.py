@@ -32,6 +32,8 @@ except KeyboardInterrupt as error:
 )
 def test_interrupt(tmp_path: Path, code: str, expected: int) -> None:
     (tmp_path / "library.py").write_text(LIBRARY)
-    program = f"import os, signal, sys\nfrom memprof.cli.interrupt import *\nsys.path.append({str(tmp_path)!r})\n{code}"
+    # A shell script that runs the tests in its background has them ignore SIGINT.
+    begin = "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program = f"{begin}from memprof.cli.interrupt import *\nsys.path.append({str(tmp_path)!r})\n{code}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
     assert done.returncode == expected, done.stderr

@@ -305,7 +305,7 @@ def test_what_peft_does_not_know_is_not_built_first(model, monkeypatch):
         built.append(model)
         return source.build()
 
-    monkeypatch.setattr("memprof.workload.models.find_source", lambda spec: dataclasses.replace(source, build=build))
+    monkeypatch.setattr("memprof.flows.profile.find_source", lambda spec: dataclasses.replace(source, build=build))
     said = []
     for checked in (True, False):
         if not checked:
