@@ -42,7 +42,7 @@ def main() -> None:
             quiet = io.StringIO()
             with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
                 run(command)
-        run(["analyze", "snapshot.pickle", "--top", "4"])
+        run(["analyze", "--full", "snapshot.pickle", "--top", "4"])
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ SHOWN = {
     for page in PAGES
     for command in re.findall(r"<!-- output of: ([^\n;]+?)(?:;[^\n]*)? -->", page.read_text(encoding="utf-8"))
 }
+SHOWN |= {command.replace(" --full", "") for command in SHOWN}  # the first screen of the same run
 ELSEWHERE = {
     "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller GPU",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192": "likewise",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090": "likewise",
     "memprof recommend --model qwen3-0.6b --gpu rtx-4070 --lengths lengths.txt": "test_recommend.py, with batches",
     "memprof profile --model cnn.py:build --gpu rtx-4070 --largest batch-size": "test_largest.py",
-    "memprof profile --model docs/stories/cnn.py:build --gpu rtx-4070 --largest batch-size": "likewise",
+    "memprof profile --full --model docs/stories/cnn.py:build --gpu rtx-4070 --largest batch-size": "likewise",
     "memprof profile --model qwen3-0.6b --gpu rtx-4090 --largest context-length": "likewise",
     "memprof run --largest batch-size train.py --batch-size {}": "likewise",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192 --html choice.html": (
