@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import ReadingOptions, reuse_option
-from memprof.cli.output import RunReportOptions, print_result
+from memprof.cli.output import FullReportOptions, print_result
 from memprof.cli.progress import show_progress
 from memprof.spec import option
 
@@ -23,7 +23,7 @@ _FILE_HELP = "A capture (--save), a report (--json) of `memprof profile`, or a s
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(RunReportOptions):
+class CompareOptions(FullReportOptions):
     """Options of `memprof compare`: the tolerance, and the number of rows."""
 
     tolerance: str = option(

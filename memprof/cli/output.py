@@ -131,14 +131,14 @@ class ReportOptions(ExplainOptions, TableOptions, PageOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReportOptions(ReportOptions):
-    """Options of a command that prints the report of a run: its first screen, or the whole."""
+class FullReportOptions(ReportOptions):
+    """Options of a command with a report, of which it prints the first screen, or with --full the whole."""
 
     full: bool = reuse_option("full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions(RunReportOptions):
+class CaptureOptions(FullReportOptions):
     """Options of a command that can save a capture; raises UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
@@ -194,7 +194,7 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_report(document: Report, output: RunReportOptions) -> None:
+def print_report(document: Report, output: FullReportOptions) -> None:
     """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
     if output.full or output.explain:
         print_result(document, output, "report", explain=output.explain)

@@ -1,4 +1,4 @@
-"""What the closed form says of a run that is about to begin: the first line of its progress. Needs no torch."""
+"""The closed form's estimate of a run that is about to begin, for the first line of its progress. Needs no torch."""
 
 from __future__ import annotations
 

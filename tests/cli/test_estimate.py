@@ -38,6 +38,10 @@ def test_one_gpu(memprof):
     assert "fits" in lines["inference"]
     assert " no " in lines["full training, AdamW"]
     assert "* on rtx-4090" in result.stdout
+    answer = (
+        "llama-3.1-8b in bfloat16 on rtx-4090: about 16.57 GiB for inference (fits), 30.12 GiB for LoRA (does not fit)"
+    )
+    assert result.stdout.startswith(answer)
 
 
 def test_lengths_that_vary(memprof):

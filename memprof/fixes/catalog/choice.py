@@ -30,7 +30,7 @@ def list_tiers() -> list[tuple[str, list[str]]]:
 
 
 def list_headroom_fixes() -> list[str]:
-    """Return the names of the fixes that leave more of the GPU and make no step slower, as `--fix auto` adds them."""
+    """Return the names of the fixes that leave more of the GPU and slow no step down, as `--fix auto` adds them."""
     return _sort_names((fix.headroom_order, fix) for fix in FIXES.values())
 
 

@@ -86,7 +86,8 @@ class Fix:
     script_order: int | None = None  # position in `memprof run --fix`; None: the fix needs a changed script
     search_order: int = 0  # position in `--fix auto`
     tiers: tuple[Tier, ...] = ()  # tiers of `--fix auto` that include the fix
-    headroom_order: int | None = None  # position among those that leave more of the GPU at no time; None: none of them
+    # position among the fixes that leave more of the GPU and slow no step down; None: it is none of them
+    headroom_order: int | None = None
     ladder_against: tuple[str, ...] = ()  # categories other than `saves` against which the ladder tries the fix
     # problems against which the fix is recommended (categories of memory, findings, doctor's cases), with its rank
     helps: Mapping[str, int] = field(default_factory=dict)

@@ -76,8 +76,7 @@ def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[s
         reason = _describe_choice(runs, chosen, loss)
         added = _find_headroom(runs, chosen)
         if added:
-            names_text = " and ".join(fix.fix.name for fix in added)
-            reason += f"; {names_text} on top {'leaves' if len(added) == 1 else 'leave'} more of the GPU, at no time"
+            reason += f"; with {' and '.join(fix.fix.name for fix in added)} more of the GPU is left, in no slower step"
         chosen = [*chosen, *added]
         for fix in chosen:
             rejections.pop(fix.fix.name, None)
@@ -183,7 +182,8 @@ def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixe
 
 
 def _find_headroom(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
-    """Return fixes that take no time, to add to `fixes` while these leave less than `MIN_HEADROOM` of the GPU."""
+    """Return fixes to add to `fixes` while these leave less than `MIN_HEADROOM` of the GPU, which leave more of it and
+    slow no step down."""
     added: list[ChosenFix] = []
     for name in list_headroom_fixes():
         run = runs.run_with_fixes([*fixes, *added])
@@ -194,7 +194,9 @@ def _find_headroom(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
             continue
         more = [*added, ChosenFix(FIXES[name])]
         better_run = _run_if_fits(runs, [*fixes, *more])
-        if better_run is not None and better_run.needed_bytes < run.needed_bytes:
+        if better_run is None or better_run.seconds > run.seconds * (1 + MIN_SPEEDUP):
+            continue
+        if better_run.needed_bytes < run.needed_bytes:
             added = more
     return added
 

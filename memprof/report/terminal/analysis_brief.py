@@ -49,8 +49,7 @@ def _render_device(device: DeviceReport, *, replay: bool) -> list[RenderableType
     parts.append(_render_unused(device))
     missing = device.missing_frames
     if missing.count:
-        share = format_bytes(missing.allocated_bytes)
-        parts.append(Text(f"\nOf {share} of the peak nothing says who made them: {missing.reasons[0]}"))
+        parts.append(Text(f"\nFrames missing at the peak: {missing.reasons[0]}"))
     if replay:
         parts.append(render_replay(device.replay))
     if device.what_if is not None:

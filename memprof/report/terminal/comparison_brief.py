@@ -25,7 +25,6 @@ from memprof.report.terminal.console import dim
 from memprof.report.terminal.next_step import choose_step_after_compare, render_next_step
 from memprof.units import format_bytes
 
-MAX_ROWS = 6
 _SHOWN_TOTALS = {"allocated": "allocated", "reserved": "reserved", "device used": "of the GPU"}  # In the first line.
 
 
@@ -33,9 +32,9 @@ def render(document: Comparison, *, top: int = 10, quiet: bool = False, files: t
     """Return the first screen of a comparison; `comparison.render` explains the arguments."""
     if quiet:
         return render_verdict(document)
-    rows, unit = min(top, MAX_ROWS), choose_comparison_unit(document)
+    unit = choose_comparison_unit(document)
     parts = [*_render_answer(document), render_verdict(document), render_heading(document), render_settings(document)]
-    parts += [render_tensors(document, rows), render_stages(document, unit, rows)]
+    parts += [render_tensors(document, top), render_stages(document, unit, top)]
     more = "More: --full (all totals, categories, fragmentation, findings), --explain (assumptions), --html FILE"
     return Group(*parts, *render_next_step(choose_step_after_compare(document, files)), dim(more))
 

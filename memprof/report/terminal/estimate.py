@@ -21,6 +21,8 @@ from memprof.estimate.table import (
 from memprof.report.terminal.layout import align_columns, note_dropped_columns, output_width, wrap_line
 from memprof.units import MIB, format_bytes, gib
 
+_WORD_BY_VERDICT = {FITS: "fits", BORDERLINE: "borderline", NO: "does not fit"}
+
 
 def render_estimate(
     estimate: Estimate,
@@ -31,7 +33,7 @@ def render_estimate(
     quiet: bool = False,
 ) -> str:
     """Return an estimate as text; `explain` adds bands, formulas and assumptions, `quiet` leaves only the answer."""
-    lines = [*_format_answer(estimate)]
+    lines = [*_format_answer(estimate, gpus)]
     if not quiet:
         lines += [*_format_heading(estimate), *_format_methods(estimate, gpus)]
         lines += ["", *_format_sharded(estimate)] if estimate.sharded else []
@@ -46,13 +48,18 @@ def _wrap_line(line: str, width: int) -> list[str]:
     return [line] if len(line) <= width else wrap_line(text, width, indent=line[: len(line) - len(text)])
 
 
-def _format_answer(estimate: Estimate) -> Iterator[str]:
-    """Yield a sentence with what the model needs for inference, LoRA and full training, of those that are estimated."""
+def _format_answer(estimate: Estimate, gpus: Sequence[Gpu]) -> Iterator[str]:
+    """Yield a sentence with what the model needs for each use that is estimated, and whether a single GPU has it."""
     uses = {"inference": "inference", "lora": "LoRA", "full": "full training"}
-    cells = {name: estimate.cells.get((key, estimate.dtype)) for key, name in uses.items()}
-    sizes = [f"{gib(cell.device_bytes)} GiB for {name}" for name, cell in cells.items() if cell is not None]
+    verdicts = _judge_methods(estimate, gpus)[1] if len(gpus) == 1 else {}
+    sizes = [
+        f"{gib(cell.device_bytes)} GiB for {name}{f' ({_WORD_BY_VERDICT[verdicts[key]]})' if verdicts else ''}"
+        for key, name in uses.items()
+        if (cell := estimate.cells.get((key, estimate.dtype))) is not None
+    ]
     if sizes:
-        yield f"{estimate.subject.name} in {estimate.dtype}: about {', '.join(sizes)}."
+        on_gpu = f" on {gpus[0].key}" if verdicts else ""
+        yield f"{estimate.subject.name} in {estimate.dtype}{on_gpu}: about {', '.join(sizes)}."
 
 
 def _format_heading(estimate: Estimate) -> Iterator[str]:

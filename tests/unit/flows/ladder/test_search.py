@@ -105,20 +105,24 @@ def test_only_runs_that_decide_something_are_made():
     )
     assert document.verdict.fits
     assert sorted(document.ladder[-1].fixes) == ["activation-checkpointing", "chunked-loss", "expandable-segments"]
-    assert document.ladder_reason.endswith("; expandable-segments on top leaves more of the GPU, at no time")
+    assert document.ladder_reason.endswith("; with expandable-segments more of the GPU is left, in no slower step")
     assert ", and without any one of them it does not" in document.ladder_reason
     assert len(runs) == 4  # the original, and the three rows after it
 
 
-def headroom_after(needed: dict[tuple[str, ...], int], *, in_force: tuple[str, ...] = ()) -> list[str]:
-    """The fixes that are added to chunked-loss where the sets in `needed` need so many of 1,000 bytes; others fail."""
+def headroom_after(
+    needed: dict[tuple[str, ...], int], *, in_force: tuple[str, ...] = (), seconds: float = 1.0
+) -> list[str]:
+    """The fixes that are added to chunked-loss where the sets in `needed` need so many of 1,000 bytes; others fail.
+    With compile a step takes `seconds`, else 1."""
 
     def run(fixes):
         names = tuple(fix.fix.name for fix in fixes)
         if names not in needed:
             raise MemprofError("no")
         document = SimpleNamespace(device=SimpleNamespace(total_bytes=1000, usable_bytes=None))
-        return SimpleNamespace(needed_bytes=needed[names], document=document, fits=needed[names] <= 1000)
+        fits, time = needed[names] <= 1000, seconds if COMPILE in names else 1.0
+        return SimpleNamespace(needed_bytes=needed[names], document=document, fits=fits, seconds=time)
 
     original = SimpleNamespace(document=SimpleNamespace(device=SimpleNamespace(usable_bytes=None)))
     runs = SimpleNamespace(run_with_fixes=run, in_force=lambda: frozenset(in_force), original=original)
@@ -142,3 +146,8 @@ LOSS, SEGMENTS, COMPILE = "chunked-loss", "expandable-segments", "compile"
 def test_less_than_a_twentieth_of_the_gpu_is_too_little_to_leave(needed, added):
     assert headroom_after(needed) == added
     assert SEGMENTS not in headroom_after(needed | {(LOSS, COMPILE): 800}, in_force=(SEGMENTS,))
+
+
+@pytest.mark.parametrize(("seconds", "added"), [(1.005, [COMPILE]), (1.006, [])])
+def test_what_makes_a_step_slower_is_not_added(seconds, added):
+    assert headroom_after({(LOSS,): 990, (LOSS, COMPILE): 700}, seconds=seconds) == added
