@@ -219,7 +219,7 @@ def _variants(device: str) -> Named:
             )
 
 
-_OF_SQUARE: dict[str, Callable[[torch.Tensor], object]] = {
+OF_SQUARE_MATRICES: dict[str, Callable[[torch.Tensor], object]] = {
     "solve": lambda m: torch.linalg.solve(m, m),
     "solve a vector": lambda m: torch.linalg.solve(m, m[..., 0]),
     "inv": torch.linalg.inv,
@@ -236,7 +236,7 @@ _OF_SQUARE: dict[str, Callable[[torch.Tensor], object]] = {
     "matrix_exp": torch.linalg.matrix_exp,
     "eig": torch.linalg.eig,
 }
-_OF_ANY: dict[str, Callable[[torch.Tensor], object]] = {
+OF_ANY_MATRIX: dict[str, Callable[[torch.Tensor], object]] = {
     "qr": torch.linalg.qr,
     "qr complete": lambda m: torch.linalg.qr(m, mode="complete"),
     "svd": lambda m: torch.linalg.svd(m, full_matrices=False),
@@ -261,7 +261,7 @@ def factorisations(device: str) -> Named:
             matrix = matrix @ matrix.mT + torch.eye(shape[-1], device=device, dtype=dtype) * shape[-1]
         return lambda: function(matrix)
 
-    tables = ((_OF_SQUARE, [*_SQUARES, *_BATCHES]), (_OF_ANY, [*_SQUARES, *_BATCHES, *_RECTANGLES]))
+    tables = ((OF_SQUARE_MATRICES, [*_SQUARES, *_BATCHES]), (OF_ANY_MATRIX, [*_SQUARES, *_BATCHES, *_RECTANGLES]))
     for table, shapes in tables:
         for (name, function), shape in itertools.product(table.items(), shapes):
             size = "x".join(map(str, shape))

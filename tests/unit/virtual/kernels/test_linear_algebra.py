@@ -11,6 +11,7 @@ from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernels import linear_algebra, solver_buffers
+from tests.gpu.library_table import OF_ANY_MATRIX, OF_SQUARE_MATRICES
 
 GPU = find_gpu("a100-80gb")
 A100, HOPPER = (DeviceProperties.from_gpu(find_gpu(name)) for name in ("a100-80gb", "h100-80gb"))
@@ -71,28 +72,7 @@ def test_least_squares_keep_the_rows_of_the_residuals():
 
 # What an H100 (torch 2.11.0+cu130) requested, results among it, in order: of matrices of one size or several, on both
 # sides of the sizes at which CUDA takes another algorithm (tests/accuracy/truth, factorisations.jsonl).
-CALLS = {
-    "solve": lambda m: torch.linalg.solve(m, m),
-    "solve a vector": lambda m: torch.linalg.solve(m, m[..., 0]),
-    "inv": torch.linalg.inv,
-    "cholesky": torch.linalg.cholesky,
-    "cholesky_inverse": torch.cholesky_inverse,
-    "cholesky_solve": lambda m: torch.cholesky_solve(m, m),
-    "solve_triangular": lambda m: torch.linalg.solve_triangular(m, m, upper=True),
-    "eigh": torch.linalg.eigh,
-    "eigvalsh": torch.linalg.eigvalsh,
-    "det": torch.linalg.det,
-    "slogdet": torch.linalg.slogdet,
-    "lu_factor": torch.linalg.lu_factor,
-    "ldl_factor": torch.linalg.ldl_factor,
-    "eig": torch.linalg.eig,
-    "qr": torch.linalg.qr,
-    "qr complete": lambda m: torch.linalg.qr(m, mode="complete"),
-    "svd": lambda m: torch.linalg.svd(m, full_matrices=False),
-    "svd full": torch.linalg.svd,
-    "svdvals": torch.linalg.svdvals,
-    "lstsq": lambda m: torch.linalg.lstsq(m, m[..., :8]),
-}
+CALLS = OF_SQUARE_MATRICES | OF_ANY_MATRIX
 REQUESTS = {
         "solve 8x8": [256, 256, 32, 4, 768, 8, 8, 1, 1],
         "solve 33x33": [4356, 4356, 132, 4, 1280, 264, 264, 264, 4356, *4 * [8], 1, 1],
