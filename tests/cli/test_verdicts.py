@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
         (("analyze", "run.memprof"), "Device 0: peak of ", 1),
         (
             ("estimate", "--params", "1.2B", "--gpu", "t4"),
-            "1.2B parameters in bfloat16: about 2.96 GiB for inference",
+            "1.2B parameters in bfloat16 on t4: about 2.96 GiB for inference (fits)",
             2,
         ),
         (("doctor", "train.log"), "", 2),
