@@ -30,11 +30,26 @@ class VllmRules:
 
     @property
     def sampler(self) -> str:
-        """Return how top-k and top-p are applied: by sorting up to 0.16, by a Triton kernel since 0.17
-        (vllm/v1/sample/ops/topk_topp_triton.py), by FlashInfer since 0.21 (VLLM_USE_FLASHINFER_SAMPLER is then on)."""
-        if self.release >= (0, 21):
+        """Return how top-k and top-p are applied: by FlashInfer up to 0.10, where its image has it; by sorting up to
+        0.16; by a Triton kernel since 0.17 (vllm/v1/sample/ops/topk_topp_triton.py); by FlashInfer since 0.21
+        (VLLM_USE_FLASHINFER_SAMPLER is then on)."""
+        if self.release >= (0, 21) or self.release < (0, 11):
             return FLASHINFER
         return TRITON if self.release >= (0, 17) else SORT
+
+    @property
+    def num_float32_logits(self) -> int:
+        """Return the tensors as large as the float32 logits (requests x vocabulary) at the sampler's peak, beside the
+        logits in the model's dtype.
+
+        Sorting: the logits, values and 64-bit indices of torch.sort with its own temporaries, 9 together
+        (apply_top_k_top_p, 0.11). Triton: logits, probabilities and exponential noise (random_sample, 0.19).
+        FlashInfer: logits, logits masked by top-k and probabilities (top_k_top_p_sampling_from_logits); logs of 0.10
+        have one less.
+        """
+        if self.sampler == SORT:
+            return 9
+        return 2 if self.release < (0, 11) else 3
 
     @property
     def keeps_workspaces(self) -> bool:

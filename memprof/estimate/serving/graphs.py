@@ -11,17 +11,18 @@ from memprof.serving.releases import VllmRules
 from memprof.units import GIB, MIB
 
 # Estimated CUDA graph memory of 11 published logs of 0.19 to 0.22 with 51 sizes of piecewise graphs and 35 or 51 full
-# ones (cudagraph_capture_sizes up to 512): 0.19 GiB with 18 and 26 layers, 0.31 to 0.44 with 30 to 48 on Blackwell; 0.84
-# with 32 layers on an H100.
+# ones (cudagraph_capture_sizes up to 512): 0.19 GiB with 18 and 26 layers, 0.31 to 0.44 with 30 to 48 on Blackwell;
+# 0.84 with 32 layers on an H100.
 _BASE_BYTES, _LAYER_BYTES, _HOPPER_LAYER_BYTES = 100 * MIB, 6 * MIB, 24 * MIB
 # FlashInfer makes a decode wrapper with its own workspace for each of 35 sizes: 3.96, 4.88, 5.03 and 5.63 GiB in logs
 # with an fp8 or nvfp4 cache on GPUs of compute capability 12.
 _FLASHINFER_BYTES = round(4.8 * GIB)
 _QUANTIZED_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-# Growth of memory that torch does not count, from the first CUDA call to the end of the profile run: libraries and, with
-# several GPUs, NCCL and the buffers of all-reduce. Published logs on H100s: 0.13 to 0.14 GiB up to 0.17, 0.24 to 0.27
-# since 0.18; with tensor parallelism 0.55 and 2.07 to 2.21.
+# Growth of memory that torch does not count, from the first CUDA call to the end of the profile run: libraries and,
+# with several GPUs, NCCL and the buffers of all-reduce. Published logs on H100s: 0.13 to 0.14 GiB up to 0.17, 0.24 to
+# 0.27 since 0.18; with tensor parallelism 0.55 and 2.07 to 2.21, and 0.27 on A100s with 0.10.
 _OUTSIDE, _OUTSIDE_EARLIER = round(0.25 * GIB), round(0.13 * GIB)
+_OUTSIDE_PARALLEL_OLDEST = round(0.27 * GIB)
 _OUTSIDE_PARALLEL, _OUTSIDE_PARALLEL_EARLIER = round(2.1 * GIB), round(0.55 * GIB)
 
 
@@ -40,5 +41,7 @@ def estimate_outside_torch(gpu: Gpu, rules: VllmRules, tensor_parallel: int) -> 
     is_recent = rules.release >= (0, 18)
     if tensor_parallel == 1:
         return _OUTSIDE if is_recent else _OUTSIDE_EARLIER
+    if rules.release < (0, 11):
+        return _OUTSIDE_PARALLEL_OLDEST
     # Without NVLink there is no custom all-reduce (distributed/device_communicators/custom_all_reduce.py).
     return _OUTSIDE_PARALLEL if is_recent and gpu.nvlink_bandwidth else _OUTSIDE_PARALLEL_EARLIER

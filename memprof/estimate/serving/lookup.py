@@ -71,6 +71,6 @@ def _load_listed_config(name: str) -> dict[str, Any]:
     else:
         base = str(table["base"])
         config = _load_listed_config(base) if base in _read_models() else find_model(base).load_config()
-    text = config["text_config"] if "text_config" in config else config
+    text = config.get("text_config", config)
     text.update(table.get("text", {}))
     return config

@@ -13,6 +13,7 @@ from typing import Any
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry, read_geometry
 from memprof.estimate.serving.states import StateShape, read_state_shape
+from memprof.estimate.serving.vision import ImageEncoder, read_image_encoder
 
 # Families whose attention and MLP are those of another one of geometry.FAMILIES; what differs is read below.
 _BASE_FAMILIES = {
@@ -86,6 +87,7 @@ class ServedModel:
     experts: Experts | None = None
     latent: Latent | None = None
     state: StateShape | None = None
+    images: ImageEncoder | None = None
     num_attention_layers: int = 0  # Layers with attention weights.
     num_full_layers: int = 0  # Of these, layers without a window.
     has_output_gate: bool = False  # The query projection also makes a gate for attention's output.
@@ -152,12 +154,19 @@ def _build(config: Mapping[str, Any], text: Mapping[str, Any], family: str, name
     types = _read_layer_types(family, base, geometry.layers)
     return ServedModel(
         name, hf_id, family, config, text, geometry, layers,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"),
+        dtype=_find_dtype(config, text), images=read_image_encoder(config, geometry.hidden),
         experts=_read_experts(family, base, geometry.layers, types), latent=latent, state=state,
         num_attention_layers=sum(kind in ("full_attention", "sliding_attention") for kind in types),
         num_full_layers=types.count("full_attention"),
         has_output_gate=family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), global_geometry=global_geometry,
     )  # fmt: skip
+
+
+def _find_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Return the dtype in which an engine loads the model: that of the configuration, but for float32 half of it
+    (vllm/config/model.py, _resolve_auto_dtype)."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16")
+    return "bfloat16" if name == "float32" else name
 
 
 def _find_qk_norm(family: str, text: Mapping[str, Any], default: str) -> str:

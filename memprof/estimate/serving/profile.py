@@ -12,20 +12,14 @@ from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.serving.model import ServedModel
-from memprof.estimate.serving.vision import count_image_bytes
 from memprof.estimate.serving.weights import VOCABULARY_PADDING, WeightFormat, get_itemsize
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
-from memprof.serving.releases import FLASHINFER, SORT, TRITON, VllmRules
-from memprof.units import MIB, round_up
+from memprof.serving.releases import SORT, TRITON, VllmRules
+from memprof.units import round_up
 
 FLOAT32 = 4
-# Copies of the float32 logits (rows x vocabulary) at the sampler's peak, beside the logits in the model's dtype.
-# Sorting: the float32 logits, values and 64-bit indices of torch.sort and its own temporaries (sample/ops/
-# topk_topp_sampler.py, apply_top_k_top_p, 0.11); Triton: logits, probabilities and exponential noise (random_sample,
-# 0.19); FlashInfer: logits, logits masked by top-k, and probabilities (top_k_top_p_sampling_from_logits).
-_FLOAT32_COPIES = {SORT: 9, TRITON: 3, FLASHINFER: 3}
-# Hidden states at the peak of a layer's MLP: the residual, the MLP's input and, in compiled code, the attention's output
-# and the residual before it, which the caller of the compiled piece still holds.
+# Hidden states at the peak of a layer's MLP: the residual, the MLP's input and, in compiled code, the attention's
+# output and the residual before it, which the caller of the compiled piece still holds.
 _COMPILED_STATES, _EAGER_STATES = 4, 2
 _LATENT_WORKSPACE_TOKENS = 64 * 1024  # attention/backends/mla/common.py, determine_chunked_prefill_workspace_size.
 
@@ -55,11 +49,17 @@ class ProfilePeak:
 
 def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> ProfilePeak:
     """Return the peak of the profile run on one rank."""
-    images = count_image_bytes(model, settings.max_num_batched_tokens) if settings.profiles_images else 0
-    kept = _count_kept_bytes(model, settings) + images
+    kept = _count_kept_bytes(model, settings)
     peaks = [ProfilePeak(num_bytes + kept, reason) for num_bytes, reason in _list_moments(model, settings)]
-    peak = max(peaks, key=lambda peak: peak.num_bytes)
-    return ProfilePeak(peak.num_bytes, f"{peak.reason}; images" if images else peak.reason)
+    encoder, tokens, itemsize = model.images, settings.max_num_batched_tokens, get_itemsize(model.dtype)
+    if encoder is not None and settings.profiles_images:
+        held = encoder.count_kept_bytes(tokens, model.geometry.hidden, itemsize)
+        count = encoder.count_images(tokens)
+        peaks = [ProfilePeak(peak.num_bytes + held, f"{peak.reason}; {count} images") for peak in peaks]
+        layer = encoder.count_layer_bytes(tokens, itemsize) + encoder.pixels * count * itemsize
+        base = CUBLAS_WORKSPACE_HOPPER if settings.gpu.compute_capability[0] >= 9 else CUBLAS_WORKSPACE
+        peaks.append(ProfilePeak(layer + base, f"image encoder: {count} images of {encoder.patches:,} patches"))
+    return max(peaks, key=lambda peak: peak.num_bytes)
 
 
 def _count_kept_bytes(model: ServedModel, settings: ProfileSettings) -> int:
@@ -119,7 +119,7 @@ def _compute_sampler_moment(model: ServedModel, settings: ProfileSettings) -> tu
     g, itemsize, rules = model.geometry, get_itemsize(model.dtype), settings.rules
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     vocabulary = g.vocab if rules.sampler == SORT else round_up(g.vocab, VOCABULARY_PADDING)
-    copies = _FLOAT32_COPIES[rules.sampler]
+    copies = rules.num_float32_logits
     has_random_states = True
     if rules.uses_second_runner(is_moe=bool(model.experts)):
         has_random_states = False
@@ -132,9 +132,3 @@ def _compute_sampler_moment(model: ServedModel, settings: ProfileSettings) -> tu
     num_bytes += states * g.hidden * itemsize
     each = f"{itemsize + copies * FLOAT32} bytes"
     return num_bytes, f"sampler's logits: {rows:,} rows x {vocabulary:,} tokens x {each}"
-
-
-def describe_band(peak: ProfilePeak) -> tuple[int, int]:
-    """Return bounds of a peak: 10% and 0.1 GiB around it, which hold nine of ten published figures (docs/serving.md)."""
-    margin = peak.num_bytes // 10 + 100 * MIB
-    return max(0, peak.num_bytes - margin), peak.num_bytes + margin

@@ -30,7 +30,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     seqs, tokens, length = _choose_limits(model, gpu, options, rules, total)
     weight_format = find_weight_format(model, options.quantization)
     tp = options.tensor_parallel
-    weights = count_weight_bytes(model, weight_format, tp, gpu.compute_capability)
+    weights = count_weight_bytes(model, weight_format, tp, gpu.compute_capability, has_images=options.profiles_images)
     settings = ProfileSettings(
         rules, gpu, tp, seqs, tokens, length, weight_format, is_eager=options.is_eager,
         profiles_images=options.profiles_images,
@@ -59,7 +59,8 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         kv_cache_bytes=available, block_size=layout.block_size, num_blocks=layout.count_blocks(available),
         num_tokens=count, num_tokens_low=max(count - margin, 0), num_tokens_high=count + margin,
         longest_context=layout.find_longest(available, model.max_positions),
-        concurrency=layout.compute_concurrency(available, length), refusal=refusal, assumptions=_list_assumptions(rules),
+        concurrency=layout.compute_concurrency(available, length), refusal=refusal,
+        assumptions=_list_assumptions(rules),
     )  # fmt: skip
 
 
@@ -92,8 +93,8 @@ def _find_refusal(
     free = options.free_bytes or total - gpu.context_bytes
     if total * utilization > free:
         return (
-            f"Free memory on device ({free / GIB:.2f}/{total / GIB:.2f} GiB) on startup is less than desired GPU memory "
-            f"utilization ({utilization:g}, {total * utilization / GIB:.2f} GiB)"
+            f"Free memory on device ({free / GIB:.2f}/{total / GIB:.2f} GiB) on startup is less than desired GPU "
+            f"memory utilization ({utilization:g}, {total * utilization / GIB:.2f} GiB)"
         )
     if peak > free:
         return f"CUDA out of memory: weights and profile run need {peak / GIB:.2f} GiB of {free / GIB:.2f} GiB free"

@@ -93,10 +93,11 @@ def _read_compressed_format(entry: Mapping[str, Any]) -> str | None:
 
 
 def count_weight_bytes(
-    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int] = (9, 0)
-) -> int:
-    """Return the bytes of weights on one rank of a GPU of compute capability `capability`. Raises UsageError: heads
-    cannot be divided over the ranks."""
+    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int] = (9, 0),
+    *, has_images: bool = True,
+) -> int:  # fmt: skip
+    """Return the bytes of weights on one rank, on a GPU of compute capability `capability`; without `has_images` the
+    image encoder is not loaded. Raises UsageError: heads cannot be divided over the ranks."""
     itemsize = get_itemsize(model.dtype)
     total = 0
     for part in list_parts(model, tensor_parallel):
@@ -107,6 +108,8 @@ def count_weight_bytes(
         if is_quantized and part.is_expert and weight_format is not None and weight_format.name == "mxfp4":
             rate *= _compute_mxfp4_padding(model, tensor_parallel, capability)
         total += part.copies * round_allocation(round(part.count * rate))
+    if has_images and model.images is not None:
+        total += model.images.num_parameters // tensor_parallel * itemsize
     return total + _count_rotary_bytes(model, itemsize)
 
 
@@ -132,17 +135,23 @@ def round_allocation(num_bytes: int) -> int:
 
 
 def _count_rotary_bytes(model: ServedModel, itemsize: int) -> int:
-    """Return the bytes of the tables of cosines and sines (vllm/model_executor/layers/rotary_embedding/base.py)."""
-    g = model.geometry
+    """Return the bytes of the tables of cosines and sines, one for each kind of layer; linear scaling makes a table
+    longer by its factor (vllm/model_executor/layers/rotary_embedding/linear_scaling_rope.py)."""
+    g, text = model.geometry, model.text
     if g.num_positions or model.family == "nemotron_h":
         return 0
-    rope = model.text.get("rope_scaling") or model.text.get("rope_parameters") or {}
-    fraction = float(model.text.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    fraction = float(text.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0)
     if model.family in ("phi", "gpt_neox"):
         fraction = g.rotary_fraction
     width = model.latent.rope if model.latent else int(g.head_dim * fraction)
-    tables = 2 if model.family.startswith(("gemma3", "gemma4")) else 1
-    return tables * model.max_positions * width * itemsize
+    rows = model.max_positions * width
+    if model.family.startswith(("gemma3", "gemma4")):
+        full = rope.get("full_attention") or {}
+        factor = int(full.get("factor") or 1) if full.get("rope_type") == "linear" else 1
+        full_width = model.global_geometry[0] if model.global_geometry else width
+        rows += model.max_positions * full_width * factor
+    return rows * itemsize
 
 
 def get_itemsize(dtype: str) -> int:
