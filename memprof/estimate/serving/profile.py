@@ -57,8 +57,8 @@ def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> Profi
         count = encoder.count_images(tokens)
         peaks = [ProfilePeak(peak.num_bytes + held, f"{peak.reason}; {count} images") for peak in peaks]
         layer = encoder.count_layer_bytes(tokens, itemsize) + encoder.pixels * count * itemsize
-        base = CUBLAS_WORKSPACE_HOPPER if settings.gpu.compute_capability[0] >= 9 else CUBLAS_WORKSPACE
-        peaks.append(ProfilePeak(layer + base, f"image encoder: {count} images of {encoder.patches:,} patches"))
+        layer += kept - (_count_expert_workspace(model, settings) if settings.rules.keeps_workspaces else 0)
+        peaks.append(ProfilePeak(layer, f"image encoder: {count} images of {encoder.patches:,} patches"))
     return max(peaks, key=lambda peak: peak.num_bytes)
 
 

@@ -42,6 +42,8 @@ def _format_answer(budget: EngineBudget) -> str:
     requests = ""
     if budget.concurrency is not None and budget.context_length is not None:
         requests = f", {budget.concurrency:,.2f} requests of {budget.context_length:,} tokens at once"
+        if budget.asked_concurrency is not None and budget.concurrency < budget.asked_concurrency:
+            requests += f", of {budget.asked_concurrency:,} asked for"
     return f"{engine} {verb}{model}{gpu}{tokens}{requests}."
 
 
@@ -80,8 +82,10 @@ def _format_cache(budget: EngineBudget) -> str:
     parts = []
     if budget.bytes_per_token is not None:
         parts.append(f"{budget.bytes_per_token / KIB:,.1f} KiB a token")
-    if budget.kv_cache_dtype:
+    if budget.kv_cache_dtype and budget.kv_cache_dtype != "auto":
         parts.append(budget.kv_cache_dtype)
+    if budget.num_blocks == 0:
+        return ", ".join(parts)
     if budget.num_blocks is not None and budget.block_size is not None:
         parts.append(f"{budget.num_blocks:,} blocks of {budget.block_size:,}")
     elif budget.num_blocks is not None:
@@ -90,11 +94,15 @@ def _format_cache(budget: EngineBudget) -> str:
 
 
 def _format_limits(budget: EngineBudget) -> Iterator[str]:
-    if budget.num_tokens is not None and budget.num_tokens_low is not None and budget.num_tokens_high is not None:
+    has_band = budget.num_tokens_low is not None and budget.num_tokens_high is not None
+    if budget.num_tokens and has_band and budget.starts:
         band = f"{budget.num_tokens_low:,} to {budget.num_tokens_high:,}"
         yield from _wrap(f"{budget.num_tokens:,} tokens, band {band} (against published logs: memprof help serving).")
-    if budget.longest_context is not None:
+    if budget.longest_context:
         yield f"Longest context that starts: {budget.longest_context:,} tokens."
+    if budget.least_gpus is not None:
+        plural = "s" if budget.least_gpus > 1 else ""
+        yield f"Least number of these GPUs for what was asked: {budget.least_gpus} GPU{plural}."
     options = (("max_num_seqs", budget.max_num_seqs), ("max_num_batched_tokens", budget.max_num_batched_tokens))
     texts = [f"{name} {value:,}" for name, value in options if value is not None]
     if texts:
@@ -118,5 +126,7 @@ def _format_changes(budget: EngineBudget) -> Iterator[str]:
 
 def _format_command(budget: EngineBudget) -> Iterator[str]:
     if budget.command:
-        yield "Start it with:" if budget.starts else "What starts:"
+        asked = budget.asked_concurrency
+        is_enough = budget.starts and (asked is None or (budget.concurrency or 0) >= asked)
+        yield "Start it with:" if is_enough else "What starts with what was asked:"
         yield f"  {budget.command}"
