@@ -32,7 +32,7 @@ memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090 --context-leng
 
 MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
 ENGINE_PANEL = "Inference engine"
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 KV_CACHE_DTYPES = ("auto", "fp8", "nvfp4")
 _ENGINE_OPTIONS = (
     "engine_release", "concurrency", "memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",

@@ -98,7 +98,10 @@ def _list_changes(budget: EngineBudget, options: ServingOptions, gpu: Gpu, flags
     if budget.utilization is not None and budget.utilization > free_share:
         yield _Change(f"{flags.utilization} {free_share:g}", replace(options, utilization=free_share))
     elif budget.utilization is not None and budget.utilization < target:
-        yield _Change(f"{flags.utilization} {target:g}", replace(options, utilization=target), "less is left to others")
+        cost = "less is left to others"
+        if budget.profile_peak_bytes is None:  # Activations and graphs take what is left.
+            target, cost = min(target, round(budget.utilization + 0.05, 2)), "less for activations, CUDA graphs"
+        yield _Change(f"{flags.utilization} {target:g}", replace(options, utilization=target), cost)
     seqs = max(options.concurrency or 0, 64)
     if budget.max_num_seqs is not None and budget.max_num_seqs > seqs:
         yield _Change(f"{flags.max_num_seqs} {seqs}", replace(options, max_num_seqs=seqs), "fewer requests in a step")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from memprof.device.catalog import Gpu
-from memprof.estimate.serving.changes import VLLM_FLAGS, complete_budget
+from memprof.estimate.serving.changes import SGLANG_FLAGS, VLLM_FLAGS, complete_budget
 from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.options import ServingOptions
+from memprof.estimate.serving.sglang import compute_sglang_budget
 from memprof.estimate.serving.vllm import compute_vllm_budget
 from memprof.serving.budget import EngineBudget
 
-ENGINES = ("vllm",)
+_ENGINES = {"vllm": (compute_vllm_budget, VLLM_FLAGS), "sglang": (compute_sglang_budget, SGLANG_FLAGS)}
 
 
 def recommend_engine(
@@ -20,8 +21,9 @@ def recommend_engine(
     Raises UsageError: the model, its architecture or a release is not known, or its heads cannot be divided.
     """
     served = load_served_model(model, is_size=is_size)
+    compute_budget, flags = _ENGINES[engine]
 
     def compute(changed: ServingOptions) -> EngineBudget:
-        return compute_vllm_budget(served, gpu, changed)
+        return compute_budget(served, gpu, changed)
 
-    return complete_budget(compute(options), options, compute, gpu, VLLM_FLAGS, served.hf_id)
+    return complete_budget(compute(options), options, compute, gpu, flags, served.hf_id)
