@@ -26,6 +26,11 @@ def render_engine_budget(budget: EngineBudget, *, explain: bool = False, quiet: 
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
+def render_budget_table(budget: EngineBudget) -> str:
+    """Return the table of a budget and its limits alone, as text below a diagnosis."""
+    return "\n".join([*_format_table(budget), *_format_limits(budget)]) + "\n"
+
+
 def _wrap(line: str) -> list[str]:
     return wrap_line(line, min(_WIDTH, output_width()), hanging_indent="")
 
