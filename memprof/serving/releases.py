@@ -23,6 +23,12 @@ class VllmRules:
         return 0.92 if self.release >= (0, 20) else 0.9
 
     @property
+    def limits_splits(self) -> bool:
+        """Return whether weights are loaded with max_split_size_mb:20 (v1/worker/gpu_worker.py,
+        _scoped_allocator_max_split, since 0.21), so that what a segment has beyond a large tensor stays unused."""
+        return self.release >= (0, 21)
+
+    @property
     def subtracts_graphs(self) -> bool:
         """Return whether estimated CUDA graphs are subtracted before the KV cache is sized: the default of
         VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate."""

@@ -30,7 +30,10 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     seqs, tokens, length = _choose_limits(model, gpu, options, rules, total)
     weight_format = find_weight_format(model, options.quantization)
     tp = options.tensor_parallel
-    weights = count_weight_bytes(model, weight_format, tp, gpu.compute_capability, has_images=options.profiles_images)
+    weights = count_weight_bytes(
+        model, weight_format, tp, gpu.compute_capability, has_images=options.profiles_images,
+        limits_splits=rules.limits_splits,
+    )  # fmt: skip
     settings = ProfileSettings(
         rules, gpu, tp, seqs, tokens, length, weight_format, is_eager=options.is_eager,
         profiles_images=options.profiles_images,
@@ -116,7 +119,8 @@ def _list_assumptions(rules: VllmRules) -> tuple[str, ...]:
         f"Rules of vLLM {release} as read in its source; defaults are those of `vllm serve` (the class LLM has other "
         "ones for max_num_batched_tokens).",
         "Nothing else is on the GPU; the driver's figure of total memory is the catalog's.",
-        "Memory outside torch and of CUDA graphs is from published logs: 0.25 GiB on one GPU, 2.1 GiB with NVLink.",
+        "Memory outside torch and of CUDA graphs is from published logs: 0.25 GiB on an H100, elsewhere 2.3 MiB for "
+        "each multiprocessor; with several GPUs 2.1 GiB over NVLink, else 0.55 GiB.",
         "The sampler is FlashInfer's where the release has it as default, which needs a CUDA toolkit or its cached "
         "kernels; without it the profile run's peak is lower.",
         "The block size is the attention backend's default on this GPU; no speculative decoding, no LoRA slots.",

@@ -94,10 +94,13 @@ def _read_compressed_format(entry: Mapping[str, Any]) -> str | None:
 
 def count_weight_bytes(
     model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int] = (9, 0),
-    *, has_images: bool = True,
+    *, has_images: bool = True, limits_splits: bool = False,
 ) -> int:  # fmt: skip
-    """Return the bytes of weights on one rank, on a GPU of compute capability `capability`; without `has_images` the
-    image encoder is not loaded. Raises UsageError: heads cannot be divided over the ranks."""
+    """Return the bytes of weights on one rank, on a GPU of compute capability `capability`.
+
+    Without `has_images` the image encoder is not loaded; `limits_splits` as for `round_allocation`. Raises UsageError:
+    heads cannot be divided over the ranks.
+    """
     itemsize = get_itemsize(model.dtype)
     total = 0
     for part in list_parts(model, tensor_parallel):
@@ -107,7 +110,7 @@ def count_weight_bytes(
         rate = weight_format.bytes_per_weight if is_quantized and weight_format else itemsize
         if is_quantized and part.is_expert and weight_format is not None and weight_format.name == "mxfp4":
             rate *= _compute_mxfp4_padding(model, tensor_parallel, capability)
-        total += part.copies * round_allocation(round(part.count * rate))
+        total += part.copies * round_allocation(round(part.count * rate), limits_splits=limits_splits)
     if has_images and model.images is not None:
         total += model.images.num_parameters // tensor_parallel * itemsize
     return total + _count_rotary_bytes(model, itemsize)
@@ -125,13 +128,15 @@ def _compute_mxfp4_padding(model: ServedModel, tensor_parallel: int, capability:
     return round_up(width, 128) * round_up(hidden, 256) / (width * hidden)
 
 
-def round_allocation(num_bytes: int) -> int:
+def round_allocation(num_bytes: int, *, limits_splits: bool = False) -> int:
     """Return the bytes that torch's allocator counts for a tensor: from 10 MiB on, a segment is a multiple of 2 MiB,
-    and what is left of it is not split off unless it is above 1 MiB (c10/cuda/CUDACachingAllocator.cpp)."""
+    and what is left of it is not split off unless it is above 1 MiB; with `limits_splits` (max_split_size_mb:20), not
+    if the tensor has 20 MiB or more (c10/cuda/CUDACachingAllocator.cpp, should_split)."""
     if num_bytes < 10 * MIB:
         return round_up(num_bytes, 512)
     segment = round_up(num_bytes, 2 * MIB)
-    return segment if segment - num_bytes <= MIB else round_up(num_bytes, 512)
+    is_whole = segment - num_bytes <= MIB or (limits_splits and num_bytes >= 20 * MIB)
+    return segment if is_whole else round_up(num_bytes, 512)
 
 
 def _count_rotary_bytes(model: ServedModel, itemsize: int) -> int:
