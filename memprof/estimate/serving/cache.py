@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from memprof.estimate.serving.model import FULL, LATENT, STATE, WINDOW, CachedLayer, ServedModel
+from memprof.estimate.serving.model import LATENT, STATE, WINDOW, CachedLayer, ServedModel
 from memprof.estimate.serving.weights import get_itemsize
 from memprof.serving.releases import VllmRules
 from memprof.units import round_up
@@ -93,7 +94,7 @@ def build_layout(
     element = ELEMENT_BYTES.get(kv_cache_dtype, float(get_itemsize(model.dtype)))
     has_latent = any(layer.kind == LATENT for layer in model.layers)
     size = block_size or (LATENT_BLOCK_SIZE if has_latent and is_latent_block_large else BLOCK_SIZE)
-    common = {
+    common: dict[str, Any] = {
         "max_num_batched_tokens": max_num_batched_tokens,
         "steps_in_flight": 2 if rules.counts_tokens_in_flight else 1,
         "prints_by_length": rules.prints_tokens_by_length,
@@ -106,7 +107,7 @@ def build_layout(
         # One group, each layer with a page of its own size.
         page = round(sum(size * rates[layer] * count for layer, count in kinds.items()))
         kind, window = model.layers[0].kind, model.layers[0].window
-        return CacheLayout(page, 1, (Group(kind, len(model.layers), size, window),), size, **common)  # type: ignore[arg-type]
+        return CacheLayout(page, 1, (Group(kind, len(model.layers), size, window),), size, **common)
     largest = max(rates.values())
     groups = []
     pools = _choose_group_size(list(kinds.values()), rules)
@@ -114,7 +115,7 @@ def build_layout(
         # Layers with smaller pages get longer blocks, so that all pages are equal.
         tokens = size * int(largest // rates[layer])
         groups += [Group(layer.kind, pools, tokens, layer.window)] * -(-count // pools)
-    return CacheLayout(round(size * largest), pools, tuple(groups), min(g.block_size for g in groups), **common)  # type: ignore[arg-type]
+    return CacheLayout(round(size * largest), pools, tuple(groups), min(g.block_size for g in groups), **common)
 
 
 def _count_token_bytes(layer: CachedLayer, tensor_parallel: int, element: float) -> float:
@@ -132,7 +133,7 @@ def _choose_group_size(counts: list[int], rules: VllmRules) -> int:
 
 def _build_hybrid_layout(
     model: ServedModel, rates: dict[CachedLayer, float], tensor_parallel: int, size: int, rules: VllmRules,
-    prefix_caching: bool, common: dict[str, object],
+    prefix_caching: bool, common: dict[str, Any],
 ) -> CacheLayout:  # fmt: skip
     """Return the layout of a model with states: blocks are so long that a layer's page holds a state."""
     assert model.state is not None
@@ -147,9 +148,4 @@ def _build_hybrid_layout(
         groups += [Group(layer.kind, pools, aligned, layer.window)] * -(-count // pools)
     page = round(aligned * rate)
     states = _ALIGNED_STATES if prefix_caching and rules.caches_prefixes_of_states else 1
-    return CacheLayout(page, pools, tuple(groups), aligned, states=states, **common)  # type: ignore[arg-type]
-
-
-def has_window(model: ServedModel) -> bool:
-    """Return whether some layers of the model keep a sliding window alone."""
-    return any(layer.kind == WINDOW for layer in model.layers) and any(layer.kind == FULL for layer in model.layers)
+    return CacheLayout(page, pools, tuple(groups), aligned, states=states, **common)

@@ -23,6 +23,9 @@ _QUANTIZED_ENDINGS = {
     "-gptq-int8": "gptq8", "-nvfp4": "nvfp4", "-fp4": "nvfp4", "-bnb-4bit": "bitsandbytes",
 }  # fmt: skip
 
+# Formats in which models of the catalog are published, whose configurations there are of unquantized weights.
+_PUBLISHED_FORMATS = {"gpt-oss-20b": "mxfp4", "gpt-oss-120b": "mxfp4", "deepseek-v3": "fp8-block"}
+
 
 def load_served_model(name: str, *, is_size: bool = False) -> ServedModel:
     """Return the model with this name, of this size such as "8B", or of this configuration file or folder.
@@ -65,12 +68,12 @@ def _find_config(name: str) -> tuple[dict[str, Any], str, str, int | None] | Non
     endings = sorted((ending for ending in _TUNED_ENDINGS if folded.endswith(ending)), key=len, reverse=True)
     bases = [name, *(name[: -len(ending)] for ending in endings)]
     for base in bases:
-        for candidate in (base, base.rpartition("/")[2]):
+        for candidate in (base, base.rpartition("/")[2], base.rpartition("/")[2].removeprefix("Meta-")):
             if has_model(candidate):
                 entry = find_model(candidate)
                 shown, hf_id = entry.resolve_alias(candidate)
                 is_exact = candidate == name and entry.task == "causal-lm" and not entry.synthesized
-                config = entry.load_config()
+                config = _load_catalog_config(entry.key)
                 if candidate == name:
                     return config, shown, hf_id, entry.num_parameters if is_exact else None
                 return config, name, name, None
@@ -91,6 +94,14 @@ def _index_by_folded_name() -> dict[str, str]:
     return {name.rpartition("/")[2].lower(): name for name in _read_models()}
 
 
+def _load_catalog_config(key: str) -> dict[str, Any]:
+    """Return the configuration of a model of the catalog, with the format in which it is published."""
+    config = find_model(key).load_config()
+    if key in _PUBLISHED_FORMATS:
+        config["quantization_config"] = {"quant_method": _PUBLISHED_FORMATS[key]}
+    return config
+
+
 def _load_listed_config(name: str) -> dict[str, Any]:
     """Return the configuration of a model of models.toml, with the entries of its base."""
     table: Mapping[str, Any] = _read_models()[name]
@@ -98,7 +109,7 @@ def _load_listed_config(name: str) -> dict[str, Any]:
         config: dict[str, Any] = copy.deepcopy(table["config"])
     else:
         base = str(table["base"])
-        config = _load_listed_config(base) if base in _read_models() else find_model(base).load_config()
+        config = _load_listed_config(base) if base in _read_models() else _load_catalog_config(base)
     text = config.get("text_config", config)
     text.update(table.get("text", {}))
     return config

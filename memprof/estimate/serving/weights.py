@@ -54,8 +54,6 @@ def find_weight_format(model: ServedModel, requested: str | None) -> WeightForma
     """Return the format of a model's weights: the requested one, else that of its configuration; None: not quantized.
     Raises UsageError: the closed form does not know it."""
     name = requested or _read_format(model.config.get("quantization_config") or model.text.get("quantization_config"))
-    if name is None and model.family == "gpt_oss":
-        name = "mxfp4"  # As published; memprof's catalog has the configuration without its quantization.
     if name in (None, "none"):
         return None
     if name not in _BYTES_PER_WEIGHT:
@@ -111,6 +109,11 @@ def count_weight_bytes(
         if is_quantized and part.is_expert and weight_format is not None and weight_format.name == "mxfp4":
             rate *= _compute_mxfp4_padding(model, tensor_parallel, capability)
         total += part.copies * round_allocation(round(part.count * rate), limits_splits=limits_splits)
+    if model.latent is not None and weight_format is not None:
+        # Copies of the projection of keys and values that is absorbed into queries and output, not quantized
+        # (vllm/model_executor/layers/attention/mla_attention.py, process_weights_after_loading).
+        latent, heads = model.latent, model.geometry.heads // tensor_parallel
+        total += model.geometry.layers * latent.kv_rank * heads * (latent.nope + latent.value) * itemsize
     if has_images and model.images is not None:
         total += model.images.num_parameters // tensor_parallel * itemsize
     return total + _count_rotary_bytes(model, itemsize)
@@ -250,6 +253,11 @@ def _list_mlp_parts(model: ServedModel, tp: int) -> Iterator[Part]:
     if model.family == "nemotron_h":
         num_dense, ups = str(model.text.get("hybrid_override_pattern") or "").count("-"), 1
     width = g.intermediate // tp
+    num_shared = int(model.text.get("num_kv_shared_layers") or 0)
+    if model.text.get("use_double_wide_mlp") and num_shared:  # Gemma 4: layers that share keys and values.
+        num_dense -= num_shared
+        yield Part("wide MLP up", 2 * ups * g.hidden * width, num_shared, is_linear=True)
+        yield Part("wide MLP down", 2 * g.hidden * width, num_shared, is_linear=True)
     yield Part("MLP up", ups * g.hidden * width, num_dense, is_linear=True)
     yield Part("MLP down", g.hidden * width, num_dense, is_linear=True)
     if g.has_mlp_bias:
