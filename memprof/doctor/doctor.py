@@ -88,7 +88,7 @@ def diagnose_log(
     diagnoses = [replace(_explain(error, log.head, options, model), count=counts[error.key]) for error in by_priority]
     budget = read_engine_start(log.head)
     if budget is not None and diagnoses:
-        budget = replace(budget, refusal=diagnoses[0].title)
+        budget = replace(budget, refusal=diagnoses[0].title, changes=())
     return diagnoses, budget
 
 

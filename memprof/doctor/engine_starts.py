@@ -7,13 +7,17 @@ llama.cpp's: src/llama-model.cpp, llama-kv-cache.cpp and llama-context.cpp of 20
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from memprof.serving.budget import LOG, EngineBudget
+from memprof.serving.budget import LOG, BudgetChange, EngineBudget
 from memprof.units import GIB, MIB
 
+_MAX_UTILIZATION = 0.98  # CUDA's context has the rest.
+_MIN_GRAPH_EXCESS = 200 * MIB
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _COUNT = r"(\d[\d,]*)"
 # Field -> patterns, of which the last match in the log counts.
@@ -189,4 +193,32 @@ def _make_budget(engine: str, fields: dict[str, Any]) -> EngineBudget | None:
     has_tokens = fields.get("num_tokens") is not None
     if num_sizes + has_tokens < 2:
         return None
-    return EngineBudget(engine=engine, source=LOG, **fields)
+    cache = fields.get("kv_cache_bytes")
+    refusal = "" if cache is None or cache > 0 else f"nothing is left for the KV cache ({cache / GIB:.2f} GiB)"
+    budget = EngineBudget(engine=engine, source=LOG, refusal=refusal, **fields)
+    return replace(budget, changes=tuple(_list_changes(budget)))
+
+
+def _list_changes(budget: EngineBudget) -> Iterator[BudgetChange]:
+    """Yield changes whose effect follows from the log's own figures: a larger fraction, and graphs that took less than
+    was kept for them; tokens are in proportion to the bytes of the cache."""
+    cache, rate = budget.kv_cache_bytes, budget.bytes_per_token
+    if budget.engine != "vllm" or cache is None:
+        return
+
+    def make(flag: str, num_bytes: int, cost: str) -> BudgetChange:
+        tokens = 0 if rate is None else int(num_bytes / rate)
+        return BudgetChange(flag, num_bytes, tokens, LOG, cost)
+
+    total, utilization = budget.total_bytes, budget.utilization
+    if total is not None and utilization is not None:
+        missing = max(-cache, 0) / total
+        target = 0.95 if utilization < 0.95 and not missing else math.ceil((utilization + missing) * 100 + 1) / 100
+        if utilization < target <= _MAX_UTILIZATION:
+            gained = int((target - utilization) * total)
+            yield make(f"--gpu-memory-utilization {target:g}", cache + gained, "less is left to others")
+    estimated, taken = budget.graph_bytes, budget.graph_taken_bytes
+    if estimated is not None and taken is not None and estimated - taken > _MIN_GRAPH_EXCESS:
+        excess = estimated - max(taken, 0)
+        cost = f"graphs took {max(taken, 0) / GIB:.2f} GiB of {estimated / GIB:.2f} estimated"
+        yield make("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0", cache + excess, cost)

@@ -120,10 +120,11 @@ def _format_changes(budget: EngineBudget) -> Iterator[str]:
         return
     rows = []
     for change in budget.changes:
-        tokens = f"{change.num_tokens:,}" if change.num_tokens else "does not start"
+        has_tokens = change.num_tokens > 0 or change.kv_cache_bytes <= 0
+        tokens = "not known" if not has_tokens else f"{change.num_tokens:,}" if change.num_tokens else "does not start"
         difference = change.num_tokens - (budget.num_tokens or 0)
         cost = change.cost if change.source != RUN else f"{change.cost} (by a run)".strip()
-        rows.append((change.flag, _gib(change.kv_cache_bytes), tokens, f"{difference:+,}", cost))
+        rows.append((change.flag, _gib(change.kv_cache_bytes), tokens, f"{difference:+,}" if has_tokens else "", cost))
     headers = ("What to change", ">KV GiB", ">tokens", ">difference", "")
     lines, _ = align_columns(headers, rows, min(_WIDTH, output_width()))
     yield from (piece for line in lines for piece in line.split("\n"))

@@ -6,11 +6,11 @@ from memprof.errors import UsageError
 from memprof.estimate.geometry import (
     FAMILIES,
     DecoderGeometry,
-    read_geometry,
     build_from_config,
     build_from_model,
     build_from_params,
     build_from_size,
+    read_geometry,
 )
 from memprof.workload.catalog import list_models
 from tests.unit.estimate.tiny import TINY
