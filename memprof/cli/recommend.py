@@ -32,10 +32,12 @@ memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090 --context-leng
 
 MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
 ENGINE_PANEL = "Inference engine"
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "llama.cpp")
+GGUF_TYPES = ("q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0", "q4_0", "f16", "bf16", "mxfp4")
 KV_CACHE_DTYPES = ("auto", "fp8", "nvfp4")
 _ENGINE_OPTIONS = (
     "engine_release", "concurrency", "memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
+    "gguf_type",
 )  # fmt: skip
 # Names of the formats that engines have, by memprof's.
 _WEIGHT_FORMATS = {"int8": "int8", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
@@ -116,6 +118,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
         None, ENGINE_PANEL, "Tokens that it computes together at most.", metavar="COUNT", is_count=True,
         unset="the engine's",
     )  # fmt: skip
+    gguf_type: str | None = option(
+        None, ENGINE_PANEL, "Type of llama.cpp's file of weights: {choices}.", metavar="NAME", choices=GGUF_TYPES,
+        unset="q4_k_m",
+    )  # fmt: skip
     cache: bool = reuse_option("cache")
     full: bool = reuse_option("full", note="It has the code to paste.")
     row: int | None = option(
@@ -195,7 +201,14 @@ class RecommendOptions(ExplainOptions, PageOptions):
             return
         if self.model is None:
             raise UsageError("--engine needs a model", value=self.engine, hint="add --model NAME")
-        for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch"):
+        if (self.engine == "llama.cpp") < (self.gguf_type is not None):
+            hint = "leave out --gguf-type, or give --engine llama.cpp"
+            raise UsageError("--gguf-type is for llama.cpp", value=self.gguf_type, hint=hint)
+        if self.engine == "llama.cpp" and (self.quantize is not None or self.gpus > 1):
+            raise UsageError(
+                "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
+            )
+        for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
             if (value := getattr(self, name)) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")
@@ -250,7 +263,7 @@ def _recommend_engine(request: RecommendOptions, engine: str) -> NoReturn:
         release=request.engine_release, context_length=request.context_length, concurrency=request.concurrency,
         tensor_parallel=request.gpus, utilization=request.memory_utilization, max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens, kv_cache_dtype=request.kv_cache_dtype or "auto",
-        quantization=None if request.quantize is None else _WEIGHT_FORMATS[request.quantize],
+        quantization=request.gguf_type or (None if request.quantize is None else _WEIGHT_FORMATS[request.quantize]),
     )  # fmt: skip
     budget = recommend_engine(engine, request.model or "", gpu, options, is_size=request.model_is_size)
     if request.as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.serving.changes import SGLANG_FLAGS, VLLM_FLAGS, complete_budget
+from memprof.estimate.serving.llama_cpp import compute_llama_cpp_budget
 from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.sglang import compute_sglang_budget
@@ -21,6 +22,8 @@ def recommend_engine(
     Raises UsageError: the model, its architecture or a release is not known, or its heads cannot be divided.
     """
     served = load_served_model(model, is_size=is_size)
+    if engine == "llama.cpp":
+        return compute_llama_cpp_budget(served, gpu, options)
     compute_budget, flags = _ENGINES[engine]
 
     def compute(changed: ServingOptions) -> EngineBudget:

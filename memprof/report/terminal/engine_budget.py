@@ -66,12 +66,17 @@ def _format_table(budget: EngineBudget) -> Iterator[str]:
         graphs = f"as estimated by the engine; {_gib(budget.graph_taken_bytes)} taken"
     graph_bytes = budget.graph_taken_bytes if budget.graph_bytes is None else budget.graph_bytes
     graph_label = "CUDA graphs" if budget.graph_bytes is None else "- CUDA graphs"
+    is_llama_cpp = budget.engine == "llama.cpp"
     rows = (
         ("GPU memory", budget.total_bytes, "as CUDA reports it"),
-        ("may be used", budget.budget_bytes, share),
+        ("may be used", None if is_llama_cpp else budget.budget_bytes, share),
         ("- weights", budget.weights_bytes, ", ".join(names)),
         ("- outside torch", budget.outside_torch_bytes, "CUDA context, libraries, NCCL"),
-        ("- profile run", budget.profile_peak_bytes, budget.profile_peak_reason),
+        (
+            "- compute buffer" if is_llama_cpp else "- profile run",
+            budget.profile_peak_bytes,
+            budget.profile_peak_reason,
+        ),
         (graph_label, graph_bytes, graphs),
         ("= KV cache", budget.kv_cache_bytes, _format_cache(budget)),
     )
