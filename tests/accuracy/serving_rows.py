@@ -22,9 +22,9 @@ from memprof.units import GIB
 # Builds of a fork have no release; their rules are those of the release that they began with.
 FORK_RELEASE = "0.22.0"
 _GPUS = {
-    "H100 NVL": "h100-nvl-94gb", "H100": "h100-80gb", "A6000": "rtx-a6000", "A100 40": "a100-40gb", "A100": "a100-80gb", "L40S": "l40s", "L4": "l4",
-    "PRO 6000": "rtx-pro-6000", "RTX 5090": "rtx-5090", "RTX 3090": "rtx-3090",
-    "RTX 4090": "rtx-4090", "B200": "b200", "H200": "h200-141gb",
+    "H100 NVL": "h100-nvl-94gb", "H100": "h100-80gb", "A100 40": "a100-40gb", "A100": "a100-80gb", "H200": "h200-141gb",
+    "A6000": "rtx-a6000", "L40S": "l40s", "L4": "l4", "PRO 6000": "rtx-pro-6000", "RTX 5090": "rtx-5090",
+    "RTX 3090": "rtx-3090", "RTX 4090": "rtx-4090", "B200": "b200",
 }  # fmt: skip
 _CACHE_DTYPES = {"fp4_e2m1": "nvfp4", "bf16": "auto", "bfloat16": "auto", "": "auto"}
 _NAMES = {
