@@ -34,12 +34,12 @@ def test_a_refusal_is_the_answer() -> None:
     budget = EngineBudget(engine="vllm", tensor_parallel=2, gpu="g", refusal="no room", command="vllm serve m")
     text = render_engine_budget(budget)
     assert text.startswith("vllm does not start on 2 x g: no room\n")
-    assert "What starts with what was asked:\n  vllm serve m" in text
+    assert "What starts as requested:\n  vllm serve m" in text
 
 
 def test_requests_that_do_not_fit_are_named() -> None:
-    budget = EngineBudget(engine="vllm", num_tokens=96, concurrency=1.5, context_length=64, asked_concurrency=2)
-    assert "of 2 asked for" in render_engine_budget(budget, quiet=True)
+    budget = EngineBudget(engine="vllm", num_tokens=96, concurrency=1.5, context_length=64, requested_concurrency=2)
+    assert "of 2 requested" in render_engine_budget(budget, quiet=True)
 
 
 def test_a_log_lacks_rows() -> None:
