@@ -17,8 +17,8 @@ STARTS = {
     ),
     "KV cache too small, length named": (
         "ValueError: To serve at least one request with the models's max seq len (30000), (6.66 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (5.44 GiB). Based on the available memory, the estimated "
-        "maximum model length is 13528.",
+        "needed, which is larger than the available KV cache memory (5.44 GiB). Based on the available memory, the "
+        "estimated maximum model length is 13528.",
         "--max-model-len 13528",
     ),
     "LoRA slots took the room": (
