@@ -138,7 +138,43 @@ class FullReportOptions(ReportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions(FullReportOptions):
+class ImageOptions(OutputOptions):
+    """Options of a command that draws a run; raises UsageError if matplotlib is missing, or the file unwritable."""
+
+    image: Path | None = option(
+        None, FILES_PANEL, "Draw memory over the run into this file too, a .png or .svg.", metavar="FILE"
+    )
+    force: bool = reuse_option("force")
+    image_path: Path | None = dataclasses.field(default=None, init=False)  # `image` as absolute path: scripts may chdir
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image is not None:
+            from memprof.fixes.catalog import check_package
+            from memprof.report.export.image_kind import IMAGE, check_suffix
+            from memprof.trace.files import check_output_path
+
+            check_suffix(self.image)
+            check_package("--image", "matplotlib")
+            check_output_path(self.image, IMAGE, force=self.force)
+            object.__setattr__(self, "image_path", self.image.absolute())
+
+    def write_image(self, document: Report) -> None:
+        """Write the picture of `document` if --image is given."""
+        if self.image_path is not None:
+            from memprof.report.export.image import write_image
+
+            with self._report_file(f"Picture: {self.image}"):
+                write_image(document, self.image_path, force=self.force)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportOptions(FullReportOptions, ImageOptions):
+    """Options of a command with the report of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(RunReportOptions):
     """Options of a command that can save a capture; raises UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
@@ -194,12 +230,13 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_report(document: Report, output: FullReportOptions) -> None:
-    """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
+def print_report(document: Report, output: RunReportOptions) -> None:
+    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture."""
     if output.full or output.explain:
         print_result(document, output, "report", explain=output.explain)
     else:
         print_result(document, output, "brief")
+    output.write_image(document)
 
 
 def print_patch(patch: SuggestedPatch) -> None:
