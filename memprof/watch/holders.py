@@ -146,9 +146,10 @@ class HolderSearch:
         """Return the reference cycle that keeps those storages in `targets` that the program cannot reach, and that
         Python's garbage collector will free, as the only item."""
         found = self._find_tensors(targets)
-        indices = {id(tensor): index for tensor, index in found.values()}
-        unreachable = list_unreachable([tensor for tensor, _ in found.values()])
-        return self.find_cycles({indices[id(tensor)]: targets[indices[id(tensor)]] for tensor in unreachable})
+        unreachable = {id(tensor) for tensor in list_unreachable([tensor for tensor, _ in found.values()])}
+        # A storage may have several tensors, such as a parameter and a view of it: one that is reached keeps it.
+        reached = {index for key, (_, index) in found.items() if key not in unreachable}
+        return self.find_cycles({index: targets[index] for _, index in found.values() if index not in reached})
 
     @disable_garbage_collection()
     def find_in_variables(self, storages: set[int]) -> set[int]:
