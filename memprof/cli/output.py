@@ -179,6 +179,7 @@ class CaptureOptions(RunReportOptions):
 
     save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
     save_path: Path | None = dataclasses.field(default=None, init=False)  # `save` as absolute path: scripts may chdir
+    run_folder: Path = dataclasses.field(default_factory=Path.cwd, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,7 +192,7 @@ class CaptureOptions(RunReportOptions):
 
     def print_run(self, trace: Trace, document: Report) -> None:
         """Print the report of a run, and write its capture if --save is given."""
-        print_report(document, self)
+        print_report(document, self, code_folder=self.run_folder)
         if self.save_path is not None:
             from memprof.trace.io import save_trace
 
@@ -230,12 +231,15 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_report(document: Report, output: RunReportOptions) -> None:
-    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture."""
+def print_report(document: Report, output: RunReportOptions, *, code_folder: Path | None = None) -> None:
+    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture.
+
+    `code_folder`: the folder in which the program has just run, whose lines are quoted.
+    """
     if output.full or output.explain:
         print_result(document, output, "report", explain=output.explain)
     else:
-        print_result(document, output, "brief")
+        print_result(document, output, "brief", code_folder=code_folder)
     output.write_image(document)
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_without, describe_cure, effect_evidence, is_decisive
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
@@ -301,7 +301,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     where = _format_last_use(context, max(frees.values()))
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
-        f"{'; without it the run fits' * is_decisive(context, needs)}"
+        f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
     )
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),

@@ -64,9 +64,7 @@ def _list_starts(tensors: Sequence[torch.Tensor]) -> list[Any]:
         found = gc.get_referrers(*level)
         ignored.add(id(found))
         level = [
-            value
-            for value in found
-            if id(value) not in starts and id(value) not in ignored and not _is_ignored(value)
+            value for value in found if id(value) not in starts and id(value) not in ignored and not _is_ignored(value)
         ]
         if not level or len(starts) >= MAX_STARTS:
             break
