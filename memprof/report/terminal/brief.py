@@ -179,7 +179,8 @@ def _render_top_stages(document: Report) -> RenderableType:
     """Return a table of the stages with the highest peaks, in the order of the run."""
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
-    top = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
+    with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
+    top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
     step = choose_full_step(document)
     title = f"stage (step {step}), {unit.name} of tensors" if step else f"stage, {unit.name} of tensors"
@@ -189,7 +190,7 @@ def _render_top_stages(document: Report) -> RenderableType:
         name, fit = format_stage(row, document.device.usable_bytes, unit, is_peak=i == peak_index)
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
-    omitted = len(rows) - len(top)
+    omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)
 
