@@ -231,14 +231,16 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 
 @cache_per_context
 def find_growing_storages(context: Context) -> frozenset[int]:
-    """Return the storages that accumulate over training steps, with the counterparts in a step that has not ended, and
-    without those of models that are built later."""
+    """Return the storages that accumulate over training steps, with their counterparts before the first step's forward
+    and in a step that has not ended, and without those of models that are built later."""
     trace = context.ledger.trace
     leaks = [leak for group in find_step_leaks(context).values() for leak in group if not is_of_model(trace, leak)]
     growing = {index for leak in leaks for index in leak.storages}
     keys = {leak.key for leak in leaks}
-    later = range(max(growing, default=len(trace.storages)) + 1, len(trace.storages))
-    return frozenset(growing.union(index for index in later if make_key(trace, index) in keys))
+    if not growing:
+        return frozenset()
+    outside = (*range(min(growing)), *range(max(growing) + 1, len(trace.storages)))
+    return frozenset(growing.union(index for index in outside if make_key(trace, index) in keys))
 
 
 def is_of_model(trace: Trace, leak: LeakGroup) -> bool:

@@ -186,7 +186,7 @@ def _format_title(trace: Trace, holder: Holder | None, leaks: list[LeakGroup], n
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
     largest = max(leaks, key=lambda leak: leak.bytes_each)
-    kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each > bytes_per_step else ""
+    kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each >= bytes_per_step else ""
     return f"{growth_text}: tensors of each step stay alive{kind}{kept_by}"
 
 
