@@ -93,8 +93,8 @@ CODE_MEANINGS = {
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
-    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--explain": "what it rests on",
-    "--full": "all of a report",
+    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--image": "as a picture",
+    "--explain": "what it rests on", "--full": "all of a report",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
     "--log": "a line for each look",
     "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",

@@ -12,7 +12,7 @@ from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_
 # Package -> the extra of memprof that installs the package.
 EXTRAS = {
     "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
-    "pyarrow": "parquet", "plotly": "html",
+    "pyarrow": "parquet", "plotly": "html", "matplotlib": "images",
 }  # fmt: skip
 
 
