@@ -28,10 +28,12 @@ class VllmRules:
         _scoped_allocator_max_split, since 0.21), so that what a segment has beyond a large tensor stays unused."""
         return self.release >= (0, 21)
 
-    @property
-    def subtracts_graphs(self) -> bool:
+    def subtracts_graphs(self, *, is_moe: bool) -> bool:
         """Return whether estimated CUDA graphs are subtracted before the KV cache is sized: the default of
-        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate."""
+        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate. The
+        V2 model runner estimates none before 0.29 (v1/worker/gpu/model_runner.py, profile_cudagraph_memory)."""
+        if self.release < (0, 29) and self.uses_second_runner(is_moe=is_moe):
+            return False
         return self.release >= (0, 20)
 
     @property

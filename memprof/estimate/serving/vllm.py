@@ -42,7 +42,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     outside = options.outside_torch_bytes
     outside = estimate_outside_torch(gpu, rules, tp) if outside is None else outside
     graphs = None
-    if rules.subtracts_graphs and not options.is_eager:
+    if rules.subtracts_graphs(is_moe=bool(model.experts)) and not options.is_eager:
         graphs = estimate_graph_bytes(model, gpu, options.kv_cache_dtype, seqs)
     utilization = options.utilization or rules.default_utilization
     available = int(total * utilization) - weights - outside - peak.num_bytes - (graphs or 0)

@@ -43,3 +43,13 @@ def test_releases_are_read() -> None:
     assert read_vllm_rules("0.19.2rc1.dev134+gfe9c3d6c5").release == (0, 19, 2)
     assert read_vllm_rules("v0.20").release == (0, 20, 0)
     assert read_vllm_rules(None) == read_vllm_rules("0.33.0")
+
+
+def test_graphs_are_subtracted_where_they_are_estimated() -> None:
+    releases = ("0.19.0", "0.20.0", "0.25.0", "0.28.0", "0.29.0")
+    assert [read_vllm_rules(release).subtracts_graphs(is_moe=False) for release in releases] == [
+        False, True, False, False, True
+    ]  # fmt: skip
+    assert [read_vllm_rules(release).subtracts_graphs(is_moe=True) for release in releases] == [
+        False, True, True, True, True
+    ]  # fmt: skip
