@@ -63,7 +63,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         num_tokens=count, num_tokens_low=max(count - margin, 0), num_tokens_high=count + margin,
         longest_context=layout.find_longest(available, model.max_positions),
         concurrency=layout.compute_concurrency(available, length), refusal=refusal,
-        assumptions=_list_assumptions(rules),
+        assumptions=_list_assumptions(rules, gpu),
     )  # fmt: skip
 
 
@@ -113,9 +113,11 @@ def _find_refusal(
     return ""
 
 
-def _list_assumptions(rules: VllmRules) -> tuple[str, ...]:
+def _list_assumptions(rules: VllmRules, gpu: Gpu) -> tuple[str, ...]:
     release = ".".join(map(str, rules.release))
+    amd = ("On AMD GPUs the sampler and graphs follow other rules, which were not read.",)
     return (
+        *(amd if gpu.name.startswith("AMD") else ()),
         f"Rules of vLLM {release} as read in its source; defaults are those of `vllm serve` (the class LLM has other "
         "ones for max_num_batched_tokens).",
         "Nothing else is on the GPU; the driver's figure of total memory is the catalog's.",
