@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from memprof.errors import UsageError
+
 LATEST_VLLM = "0.33.0"
-OLDEST_VLLM = (0, 10)
+OLDEST_VLLM = (0, 8)
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 # How the sampler's dummy run selects tokens; it decides the peak of most profile runs.
 SORT, TRITON, FLASHINFER = "sort", "triton", "flashinfer"
 
@@ -126,6 +129,13 @@ class VllmRules:
 
 
 def read_vllm_rules(release: str | None = None) -> VllmRules:
-    """Return the rules of a release such as "0.19.0"; None: the latest whose source was read."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", release or LATEST_VLLM)
-    return VllmRules(tuple(int(part or 0) for part in match.groups()) if match else (0, 33, 0))
+    """Return the rules of a release such as "0.19.0"; None: of the latest whose source was read. Raises UsageError:
+    `release` is none, or older than the V1 engine."""
+    match = _RELEASE.match(release or LATEST_VLLM)
+    if match is None:
+        raise UsageError("not a release of vLLM", value=release or "", hint="give one such as 0.19.0")
+    rules = VllmRules(tuple(int(part or 0) for part in match.groups()))
+    if rules.release < OLDEST_VLLM:
+        hint = "the rules are those of the V1 engine, the default since 0.8"
+        raise UsageError("this release of vLLM is not known here", value=release or "", hint=hint)
+    return rules

@@ -130,10 +130,11 @@ def make_options(row: dict[str, str]) -> ServingOptions:
         return int(row[name]) if re.fullmatch(r"\d+", row[name]) else None
 
     block = re.search(r"block_size=(\d+)", row["other_flags"])
-    is_fork = row["version"].startswith("0.1.")
+    has_release = re.match(r"\d+\.\d+", row["version"]) is not None
+    release = FORK_RELEASE if row["version"].startswith("0.1.") else row["version"] if has_release else None
     dtype = row["kv_cache_dtype"].split(" ")[0]
     return ServingOptions(
-        release=FORK_RELEASE if is_fork else row["version"], context_length=number("max_model_len"),
+        release=release, context_length=number("max_model_len"),
         tensor_parallel=int(read_number(row["tp"]) or 1), utilization=read_number(row["mem_util"]),
         max_num_seqs=number("max_num_seqs"), max_num_batched_tokens=number("max_num_batched_tokens"),
         kv_cache_dtype=_CACHE_DTYPES.get(dtype, dtype), block_size=int(block[1]) if block else None,
@@ -159,7 +160,7 @@ def _compare_vllm(row: dict[str, str], result: Comparison, model: ServedModel) -
         published = read_number(row[column])
         if published and computed is not None:
             # Since 0.28 the printed peak has the estimated CUDA graphs in it.
-            has_graphs = kind == "profile peak" and read_vllm_rules(row["version"]).counts_penalties_in_profile
+            has_graphs = kind == "profile peak" and read_vllm_rules(options.release).counts_penalties_in_profile
             extra = (budget.graph_bytes or 0) if has_graphs else 0
             figures.append(Figure(kind, published * GIB, float(computed + extra)))
     tokens, cache = read_number(row["kv_tokens"]), read_number(row["kv_cache_gib"])

@@ -4,7 +4,6 @@ is the KV cache (v1/worker/gpu_worker.py, determine_available_memory)."""
 from __future__ import annotations
 
 from memprof.device.catalog import Gpu
-from memprof.errors import UsageError
 from memprof.estimate.serving.cache import CacheLayout, build_layout
 from memprof.estimate.serving.graphs import estimate_graph_bytes, estimate_outside_torch
 from memprof.estimate.serving.model import ServedModel
@@ -25,7 +24,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     Raises UsageError: the release has no V1 engine, the model's heads cannot be divided over the GPUs, or an option is
     not known.
     """
-    rules = _read_rules(options.release)
+    rules = read_vllm_rules(options.release)
     total = options.total_bytes or gpu.total_bytes
     seqs, tokens, length = _choose_limits(model, gpu, options, rules, total)
     weight_format = find_weight_format(model, options.quantization)
@@ -67,14 +66,6 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     )  # fmt: skip
 
 
-def _read_rules(release: str | None) -> VllmRules:
-    rules = read_vllm_rules(release)
-    if rules.release < (0, 8):
-        hint = "the rules are those of the V1 engine, the default since 0.8"
-        raise UsageError("this release of vLLM is not known here", value=release or "", hint=hint)
-    return rules
-
-
 def _choose_limits(
     model: ServedModel, gpu: Gpu, options: ServingOptions, rules: VllmRules, total: int
 ) -> tuple[int, int, int]:
@@ -114,7 +105,8 @@ def _find_refusal(
 
 
 def _list_assumptions(rules: VllmRules, gpu: Gpu) -> tuple[str, ...]:
-    release = ".".join(map(str, rules.release))
+    latest = read_vllm_rules()
+    release = ".".join(map(str, min(rules, latest, key=lambda known: known.release).release))
     amd = ("On AMD GPUs the sampler and graphs follow other rules, which were not read.",)
     return (
         *(amd if gpu.name.startswith("AMD") else ()),

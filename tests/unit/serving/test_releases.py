@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memprof.errors import UsageError
 from memprof.serving.releases import FLASHINFER, SORT, TRITON, read_vllm_rules
 from memprof.units import GIB
 
@@ -53,3 +54,9 @@ def test_graphs_are_subtracted_where_they_are_estimated() -> None:
     assert [read_vllm_rules(release).subtracts_graphs(is_moe=True) for release in releases] == [
         False, True, True, True, True
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "problem"), [("latest", "not a release"), ("0.7.3", "is not known here")])
+def test_other_releases_are_refused(release: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        read_vllm_rules(release)
