@@ -67,6 +67,7 @@ class Comparison:
     starts: bool | None = None  # As computed; None: not computed.
     started: bool = True
     is_exclusive: bool = True  # Whether nothing else had the memory, so that its KV cache can be predicted.
+    is_in_band: bool | None = None  # Whether the published tokens are within the stated band.
     skipped: str = ""
 
 
@@ -163,9 +164,11 @@ def _compare_vllm(row: dict[str, str], result: Comparison, model: ServedModel) -
             has_graphs = kind == "profile peak" and read_vllm_rules(options.release).counts_penalties_in_profile
             extra = (budget.graph_bytes or 0) if has_graphs else 0
             figures.append(Figure(kind, published * GIB, float(computed + extra)))
+    is_in_band = None
     tokens, cache = read_number(row["kv_tokens"]), read_number(row["kv_cache_gib"])
     if tokens and budget.num_tokens is not None and budget.context_length:
         figures.append(Figure("tokens", tokens, float(budget.num_tokens)))
+        is_in_band = (budget.num_tokens_low or 0) <= tokens <= (budget.num_tokens_high or 0)
         if cache:
             layout = build_layout(
                 model, read_vllm_rules(options.release), options.tensor_parallel, options.kv_cache_dtype,
@@ -174,7 +177,7 @@ def _compare_vllm(row: dict[str, str], result: Comparison, model: ServedModel) -
             )  # fmt: skip
             count = layout.count_tokens(int(cache * GIB), budget.context_length)
             figures.append(Figure("layout", tokens, float(count)))
-    return replace(result, figures=tuple(figures), starts=budget.starts)
+    return replace(result, figures=tuple(figures), starts=budget.starts, is_in_band=is_in_band)
 
 
 def _compare_sglang(row: dict[str, str], result: Comparison, model: ServedModel) -> Comparison:
