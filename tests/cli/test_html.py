@@ -253,7 +253,7 @@ def test_plotly_is_asked_for_before_the_run(made, memprof, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = memprof("show", made.folder / "run.memprof", "--html", made.folder / "none.html")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "pip install 'memprof[html]'" in done.stderr
+    assert "pip install 'plotly>=6'" in done.stderr
 
 
 def test_a_picture_of_a_capture_and_of_a_report_in_json(made, memprof, tmp_path):
