@@ -32,7 +32,7 @@ class _Batch(NamedTuple):
 @rule(58)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the peak minus that of all other steps. A workload's batches are its
-    spec's, which it gives the same shape, or lengths that were asked for."""
+    spec's, which it gives one shape, or the lengths of its options."""
     ledger, trace = context.ledger, context.ledger.trace
     if context.spec is not None:
         return []
