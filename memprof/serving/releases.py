@@ -70,7 +70,7 @@ class VllmRules:
 
     def uses_second_runner(self, *, is_moe: bool) -> bool:
         """Return whether the V2 model runner is the default (vllm/config/vllm.py, use_v2_model_runner): for all models
-        since 0.28, and since 0.25 for dense ones."""
+        since 0.29, and since 0.25 for dense ones."""
         return self.release >= (0, 29) or (self.release >= (0, 25) and not is_moe)
 
     @property
