@@ -208,9 +208,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
             raise UsageError(
                 "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
             )
+        from_files = {word for source in settings.sources for word in source.arguments}  # for other commands too
         for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
-            if (value := getattr(self, name)) is not None:
-                flag = "--" + name.replace("_", "-")
+            flag = "--" + name.replace("_", "-")
+            if (value := getattr(self, name)) is not None and flag not in from_files:
                 raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")
 
     def build_spec(self) -> TargetSpec:
