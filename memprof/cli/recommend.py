@@ -208,7 +208,8 @@ class RecommendOptions(ExplainOptions, PageOptions):
             raise UsageError(
                 "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
             )
-        from_files = {word for source in settings.sources for word in source.arguments}  # for other commands too
+        words = (word for source in settings.sources for word in source.arguments)
+        from_files = {word.partition("=")[0] for word in words}  # which are for other commands too
         for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
             flag = "--" + name.replace("_", "-")
             if (value := getattr(self, name)) is not None and flag not in from_files:
