@@ -8,7 +8,7 @@ from memprof.estimate.serving.cache import CacheLayout, build_layout
 from memprof.estimate.serving.graphs import estimate_graph_bytes, estimate_outside_torch
 from memprof.estimate.serving.model import ServedModel
 from memprof.estimate.serving.options import ServingOptions
-from memprof.estimate.serving.profile import ProfileSettings, compute_profile_peak
+from memprof.estimate.serving.profile import ProfileSettings, compute_profile_peak, uses_second_runner
 from memprof.estimate.serving.weights import count_weight_bytes, find_weight_format
 from memprof.serving.budget import EngineBudget
 from memprof.serving.releases import LATEST_VLLM, VllmRules, read_vllm_rules
@@ -41,8 +41,9 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     outside = options.outside_torch_bytes
     outside = estimate_outside_torch(gpu, rules, tp) if outside is None else outside
     graphs = None
-    if rules.subtracts_graphs(is_moe=bool(model.experts)) and not options.is_eager:
-        graphs = estimate_graph_bytes(model, gpu, options.kv_cache_dtype, seqs)
+    is_second_runner = uses_second_runner(model, rules, weight_format)
+    if rules.subtracts_graphs(is_second_runner=is_second_runner) and not options.is_eager:
+        graphs = estimate_graph_bytes(model, gpu, options.kv_cache_dtype, seqs, tokens)
     utilization = options.utilization or rules.default_utilization
     available = int(total * utilization) - weights - outside - peak.num_bytes - (graphs or 0)
     layout = build_layout(
