@@ -39,6 +39,11 @@ _ENGINE_OPTIONS = (
     "engine_release", "concurrency", "memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "gguf_type",
 )  # fmt: skip
+_SERVER_OPTIONS = ("engine_release", "memory_utilization", "max_num_seqs")  # Those that llama.cpp does not have.
+# What other goals take, and an engine does not.
+_OTHER_GOALS = (
+    "adapter", "lora_targets", "dtype", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html",
+)  # fmt: skip
 # Names of the formats that engines have, by memprof's.
 _WEIGHT_FORMATS = {"int8": "int8", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
 _SEARCHED_DEFAULT_TEXT = "what gives up least and fits"
@@ -208,7 +213,14 @@ class RecommendOptions(ExplainOptions, PageOptions):
             raise UsageError(
                 "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
             )
-        for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
+        if self.engine == "llama.cpp":
+            for name in _SERVER_OPTIONS:
+                if (value := getattr(self, name)) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} is not for llama.cpp", value=value, hint=f"leave out {flag}")
+            if self.kv_cache_dtype == "nvfp4":
+                raise UsageError("llama.cpp has no such cache", value=self.kv_cache_dtype, hint="give fp8, for q8_0")
+        for name in _OTHER_GOALS:
             if (value := getattr(self, name)) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")

@@ -16,6 +16,7 @@ from memprof.units import GIB
 
 # Of tokens, around the closed form: nine of ten published logs are within (docs/serving.md).
 _BAND = 0.06
+_MIN_CAPABILITY = (7, 0)  # "CUDA Archs" of its build flags, 0.18.
 
 
 def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -> EngineBudget:
@@ -50,7 +51,9 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         model, rules, tp, options.kv_cache_dtype, tokens, block_size=options.block_size,
         prefix_caching=options.prefix_caching, is_latent_block_large=gpu.compute_capability[0] in (9, 10),
     )  # fmt: skip
-    refusal = _find_refusal(layout, available, length, total, utilization, weights + peak.num_bytes, gpu, options)
+    refusal = _find_invalid(model, gpu, length, seqs, tokens) or _find_refusal(
+        layout, available, length, total, utilization, weights + peak.num_bytes, gpu, options
+    )
     count = layout.count_tokens(available, length)
     margin = round(_BAND * count) + round(0.15 * GIB / max(layout.block_bytes / layout.block_size, 1))
     return EngineBudget(
@@ -72,12 +75,27 @@ def _choose_limits(
 ) -> tuple[int, int, int]:
     """Return max_num_seqs, max_num_batched_tokens and max_model_len, with the defaults of `vllm serve`
     (vllm/engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args, 0.19)."""
-    length = options.context_length or model.max_positions
+    length = options.context_length or model.default_length
     default_seqs, default_tokens = rules.choose_batch_limits(total, gpu.name)
     seqs, tokens = options.max_num_seqs or default_seqs, options.max_num_batched_tokens
     if tokens is None:
         tokens = min(default_tokens, seqs * length)
     return (options.max_num_seqs or min(seqs, tokens)), tokens, length
+
+
+def _find_invalid(model: ServedModel, gpu: Gpu, length: int, seqs: int, tokens: int) -> str:
+    """Return why the engine refuses its options before it loads anything; empty: it does not."""
+    if gpu.compute_capability < _MIN_CAPABILITY and not gpu.name.startswith("AMD"):
+        major, minor = gpu.compute_capability
+        return f"this GPU has compute capability {major}.{minor}, and vLLM is built for 7.0 and later"
+    if length > model.max_positions:
+        return (
+            f"User-specified max_model_len ({length}) is greater than the derived max_model_len "
+            f"({model.max_positions}); VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
+        )
+    if tokens < seqs:
+        return f"max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs})."
+    return ""
 
 
 def _find_refusal(
