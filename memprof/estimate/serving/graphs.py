@@ -41,13 +41,16 @@ def list_capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[i
 
 
 def estimate_graph_bytes(
-    model: ServedModel, gpu: Gpu, kv_cache_dtype: str, max_num_seqs: int, max_num_batched_tokens: int
-) -> int:
-    """Return the CUDA graph memory that vLLM's profiler estimates, in bytes."""
+    model: ServedModel, gpu: Gpu, kv_cache_dtype: str, max_num_seqs: int, max_num_batched_tokens: int,
+    *, has_loras: bool = False,
+) -> int:  # fmt: skip
+    """Return the CUDA graph memory that vLLM's profiler estimates, in bytes; with adapters each graph is captured with
+    and without them (cudagraph_specialize_lora, vllm/v1/cudagraph_dispatcher.py)."""
     sizes = list_capture_sizes(max_num_seqs, max_num_batched_tokens)
     num_full = sum(size <= max_num_seqs for size in sizes)
     per_layer = _HOPPER_LAYER_BYTES if gpu.compute_capability[0] == 9 else _LAYER_BYTES
-    num_bytes = _FIRST_BYTES + per_layer * model.geometry.layers + (len(sizes) + num_full - 2) * _NEXT_BYTES
+    num_next = (len(sizes) + num_full) * (2 if has_loras else 1) - 2
+    num_bytes = _FIRST_BYTES + per_layer * model.geometry.layers + num_next * _NEXT_BYTES
     if kv_cache_dtype in _QUANTIZED_CACHES and gpu.compute_capability[0] == 12 and model.global_geometry is None:
         return max(num_bytes, num_full * _FLASHINFER_BYTES)
     return num_bytes

@@ -6,6 +6,7 @@ from __future__ import annotations
 from memprof.device.catalog import Gpu
 from memprof.estimate.serving.cache import CacheLayout, build_layout
 from memprof.estimate.serving.graphs import estimate_graph_bytes, estimate_outside_torch
+from memprof.estimate.serving.lora import DEFAULT_RANK, count_lora_bytes
 from memprof.estimate.serving.model import ServedModel
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.profile import ProfileSettings, compute_profile_peak, uses_second_runner
@@ -22,8 +23,8 @@ _MIN_CAPABILITY = (7, 0)  # "CUDA Archs" of its build flags, 0.18.
 def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -> EngineBudget:
     """Return the memory of one of the GPUs after vLLM's start, or why it does not start.
 
-    Raises UsageError: the release has no V1 engine, the model's heads cannot be divided over the GPUs, or an option is
-    not known.
+    Raises UsageError: the release has no V1 engine, the model's heads cannot be divided over the GPUs, an option is not
+    known, or slots of adapters are requested for a model whose slots are not.
     """
     rules = read_vllm_rules(options.release)
     total = options.total_bytes or gpu.total_bytes
@@ -34,6 +35,10 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         model, weight_format, tp, gpu.compute_capability, has_images=options.profiles_images,
         limits_splits=rules.limits_splits,
     )  # fmt: skip
+    adapters = 0
+    if options.max_loras:
+        adapters = count_lora_bytes(model, options.max_loras, options.max_lora_rank or DEFAULT_RANK, tp)
+        weights += adapters
     settings = ProfileSettings(
         rules, gpu, tp, seqs, tokens, length, weight_format, is_eager=options.is_eager,
         profiles_images=options.profiles_images,
@@ -44,7 +49,9 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     graphs = None
     is_second_runner = uses_second_runner(model, rules, weight_format)
     if rules.subtracts_graphs(is_second_runner=is_second_runner) and not options.is_eager:
-        graphs = estimate_graph_bytes(model, gpu, options.kv_cache_dtype, seqs, tokens)
+        graphs = estimate_graph_bytes(
+            model, gpu, options.kv_cache_dtype, seqs, tokens, has_loras=bool(options.max_loras)
+        )
     utilization = options.utilization or rules.default_utilization
     available = int(total * utilization) - weights - outside - peak.num_bytes - (graphs or 0)
     layout = build_layout(
@@ -66,7 +73,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         num_tokens=count, num_tokens_low=max(count - margin, 0), num_tokens_high=count + margin,
         longest_context=layout.find_longest(available, model.max_positions),
         concurrency=layout.compute_concurrency(available, length), refusal=refusal,
-        assumptions=_list_assumptions(rules, gpu),
+        assumptions=_list_assumptions(rules, gpu, adapters),
     )  # fmt: skip
 
 
@@ -123,7 +130,7 @@ def _find_refusal(
     return ""
 
 
-def _list_assumptions(rules: VllmRules, gpu: Gpu) -> tuple[str, ...]:
+def _list_assumptions(rules: VllmRules, gpu: Gpu, adapters: int) -> tuple[str, ...]:
     latest = read_vllm_rules()
     release = ".".join(map(str, min(rules, latest, key=lambda known: known.release).release))
     amd = ("On AMD GPUs the sampler and graphs follow other rules, which were not read.",)
@@ -136,5 +143,8 @@ def _list_assumptions(rules: VllmRules, gpu: Gpu) -> tuple[str, ...]:
         "each multiprocessor; with several GPUs 2.1 GiB over NVLink, else 0.55 GiB.",
         "The sampler is FlashInfer's where the release has it as default, which needs a CUDA toolkit or its cached "
         "kernels; without it the profile run's peak is lower.",
-        "The block size is the attention backend's default on this GPU; no speculative decoding, no LoRA slots.",
+        f"{adapters / GIB:.2f} GiB of the weights are slots of LoRA adapters (--max-loras)."
+        if adapters
+        else "No slots of LoRA adapters (--max-loras).",
+        "The block size is the attention backend's default on this GPU; no speculative decoding.",
     )
