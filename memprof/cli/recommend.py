@@ -217,9 +217,11 @@ class RecommendOptions(ExplainOptions, PageOptions):
             raise UsageError(
                 "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
             )
+        words = (word for source in settings.sources for word in source.arguments)
+        from_files = {word.partition("=")[0] for word in words}  # which are for other commands too
         if self.engine != "vllm" and self.max_loras is not None:
             raise UsageError("--max-loras is for vllm", value=self.max_loras, hint="leave out --max-loras")
-        if self.lora_rank is not None and self.max_loras is None:
+        if self.lora_rank is not None and self.max_loras is None and "--lora-rank" not in from_files:
             raise UsageError("--lora-rank needs slots here", value=self.lora_rank, hint="add --max-loras COUNT")
         if self.engine == "llama.cpp":
             for name in _SERVER_OPTIONS:
@@ -229,8 +231,8 @@ class RecommendOptions(ExplainOptions, PageOptions):
             if self.kv_cache_dtype == "nvfp4":
                 raise UsageError("llama.cpp has no such cache", value=self.kv_cache_dtype, hint="give fp8, for q8_0")
         for name in _OTHER_GOALS:
-            if (value := getattr(self, name)) is not None:
-                flag = "--" + name.replace("_", "-")
+            flag = "--" + name.replace("_", "-")
+            if (value := getattr(self, name)) is not None and flag not in from_files:
                 raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")
 
     def build_spec(self) -> TargetSpec:

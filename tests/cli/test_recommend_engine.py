@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +85,13 @@ def test_neither_torch_nor_rich_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, *map(str, ASK)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("--amp", "bfloat16"), 2)])
+def test_options_of_a_settings_file_that_are_for_training_are_no_mistake(
+    memprof: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "memprof.toml").write_text("" if words else 'amp = "bfloat16"\n', encoding="utf-8")
+    done = memprof(*ASK, *words)
+    assert done.exit_code == code and ("--amp is not for" in done.stderr) == bool(words)
