@@ -227,7 +227,8 @@ class RecommendOptions(ExplainOptions, PageOptions):
             for name in _SERVER_OPTIONS:
                 if (value := getattr(self, name)) is not None:
                     flag = "--" + name.replace("_", "-")
-                    raise UsageError(f"{flag} is not for llama.cpp", value=value, hint=f"leave out {flag}")
+                    hint = "give --concurrency, its --parallel" if name == "max_num_seqs" else f"leave out {flag}"
+                    raise UsageError(f"{flag} is not for llama.cpp", value=value, hint=hint)
             if self.kv_cache_dtype == "nvfp4":
                 raise UsageError("llama.cpp has no such cache", value=self.kv_cache_dtype, hint="give fp8, for q8_0")
         for name in _OTHER_GOALS:

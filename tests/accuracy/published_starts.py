@@ -1,4 +1,4 @@
-"""Start-up logs of vLLM that no rule was made with (published_starts.toml), beside the closed form."""
+"""Start-up logs of vLLM that were found after the closed form was made (published_starts.toml), beside it."""
 
 from __future__ import annotations
 

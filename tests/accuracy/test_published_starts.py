@@ -1,4 +1,4 @@
-"""Held-out start-up logs beside the closed form. Rows with a known cause are not in the bounds."""
+"""Start-up logs that were found after the closed form was made, beside it. Rows with a known cause are not in the bounds."""
 
 from __future__ import annotations
 
