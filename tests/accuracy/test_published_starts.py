@@ -1,4 +1,4 @@
-"""Start-up logs that were found after the closed form was made, beside it. Rows with a known cause are not in the bounds."""
+"""Start-up logs that were found after the closed form was made, beside it, but for rows with a likely cause."""
 
 from __future__ import annotations
 
