@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST, Release
@@ -26,6 +28,7 @@ class LiveAllocator:
         self._release = release
         self._replay = TraceReplay(trace, gpu, config, release)
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
+        self._reset_events: dict[str, int] = {}  # number of events before the last reset of peaks, and of totals
 
     def find_oom_message(self) -> str | None:
         """Return the message of torch.OutOfMemoryError if the last event is a failed allocation; None if it succeeds.
@@ -67,11 +70,27 @@ class LiveAllocator:
     def reset_peak(self) -> None:
         """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
         self._replay.advance(writes=False)
-        self._replay.allocator.statistics.reset_peak()
+        self._reset_peak()
 
     def reset_accumulated(self) -> None:
         """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
-        stats = self._get_current_stats()
+        self._replay.advance(writes=False)
+        self._reset_accumulated()
+
+    def copy_resets(self, other: Any) -> None:
+        """Reset peaks and totals where `other`, an allocator of the same trace, was reset last."""
+        resets = {"peak": self._reset_peak, "accumulated": self._reset_accumulated}
+        for kind, event in sorted(other._reset_events.items(), key=lambda item: item[1]):
+            self._replay.advance(event, writes=False)
+            resets[kind]()
+
+    def _reset_peak(self) -> None:
+        self._reset_events["peak"] = self._replay.event
+        self._replay.allocator.statistics.reset_peak()
+
+    def _reset_accumulated(self) -> None:
+        self._reset_events["accumulated"] = self._replay.event
+        stats = self._replay.allocator.stats()
         self._reset_values = {
             name: stats[name] for name in stats if name.endswith((".allocated", ".freed")) or name in _RESET_COUNTERS
         }

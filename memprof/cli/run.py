@@ -72,7 +72,7 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
         from memprof.script import StopRule
 
         if self.steps is None and not self.until_exit:
-            return StopRule(2, self.timeout, continues_past_steps=True)
+            return StopRule(2, self.timeout, continues_past_steps=True, stops_at_ready=True)
         return StopRule(self.steps, self.timeout)
 
 
@@ -162,6 +162,10 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
 
         print_error(outcome.error)
     code = _map_script_exit_code(outcome.exit_code)
+    if outcome.engine is not None and not request.as_json:
+        from memprof.report.terminal.engine_budget import render_engine_budget
+
+        echo(render_engine_budget(outcome.engine, explain=request.explain, quiet=request.quiet))
     if document is None:
         failure, code = result.trace.failure, code or int(ExitCode.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:

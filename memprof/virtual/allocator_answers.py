@@ -27,6 +27,9 @@ class MemoryStatistics(Protocol):
     def snapshot(self) -> dict[str, Any]:
         """Return the snapshot that `torch.cuda.memory._snapshot()` returns."""
 
+    def copy_resets(self, other: Any) -> None:
+        """Reset peaks and totals where `other`, statistics of the same trace, were reset last."""
+
 
 class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
@@ -64,6 +67,9 @@ class _LiveStatistics:
     def snapshot(self) -> dict[str, Any]:
         return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
 
+    def copy_resets(self, other: Any) -> None:
+        """Do nothing: these statistics do not depend on the settings, and are not made again."""
+
 
 class AllocatorAnswers:
     """Memory statistics of each GPU, created at the first query and again after the settings have changed."""
@@ -82,9 +88,11 @@ class AllocatorAnswers:
             stats = self._stats[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
         return stats
 
-    def discard(self) -> None:
-        """Discard the statistics, so that the next query uses the new settings."""
-        self._stats.clear()
+    def renew(self) -> None:
+        """Replay what has been asked for so far with new settings; peaks and totals count from their last resets on."""
+        old_stats, self._stats = self._stats, {}
+        for device, old in old_stats.items():
+            self.get_statistics(device).copy_resets(old)
 
 
 class RunSettings:
@@ -112,7 +120,7 @@ class RunSettings:
         self._alloc_conf = alloc_conf
         if self._settings is not None:
             self._settings.set(alloc_conf)
-        self._statistics.discard()
+        self._statistics.renew()
         if self._storages.peak_bytes:
             self._assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "

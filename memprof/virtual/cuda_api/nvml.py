@@ -1,4 +1,4 @@
-"""Patches of pynvml, by which NVML reports virtual GPUs."""
+"""Patches of pynvml and of its copies, by which NVML reports virtual GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memprof.virtual.install_context import InstallContext
 class Pynvml(Extension):
     """Patches of the functions of pynvml."""
 
-    imports = ("pynvml",)
+    imports = ("pynvml", "vllm.third_party.pynvml")  # the latter is vLLM's copy
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches by which the functions of pynvml report virtual GPUs."""

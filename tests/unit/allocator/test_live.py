@@ -46,6 +46,21 @@ def test_peaks_begin_anew():
     assert memory.stats()["allocated_bytes.all.peak"] == 5 * MIB
 
 
+def test_another_allocator_counts_from_the_same_resets_on():
+    script = TraceBuilder()
+    memory = LiveAllocator(script.trace, GPU)
+    script.free(script.alloc(30 * MIB))
+    memory.reset_peak()
+    script.alloc(3 * MIB)
+    memory.reset_accumulated()
+    script.alloc(50 * MIB)
+    renewed = LiveAllocator(script.trace, GPU, parse_config("max_split_size_mb:20"))
+    renewed.copy_resets(memory)
+    stats = renewed.stats()
+    assert stats["allocated_bytes.all.peak"] == 53 * MIB
+    assert stats["allocation.all.allocated"] == 1
+
+
 def test_accumulated_counters_begin_anew():
     script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)
