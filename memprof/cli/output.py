@@ -195,7 +195,17 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
 
 
 def print_report(document: Report, output: FullReportOptions) -> None:
-    """Print the report of a run as JSON or text, and write its CSV tables and HTML page."""
+    """Print the report of a run as JSON or text, and write its CSV tables and HTML page. Of a run that started an
+    inference engine, the engine's budget is shown, and the rest with --full or --explain."""
+    if document.engine is not None and not output.as_json:
+        from memprof.report.terminal.engine_budget import render_engine_budget
+
+        echo(render_engine_budget(document.engine, explain=output.explain, quiet=output.quiet), nl=False)
+        if output.quiet or not (output.full or output.explain):
+            output.write_tables(document)
+            output.write_page(document)
+            return
+        echo("")
     if output.full or output.explain:
         print_result(document, output, "report", explain=output.explain)
     else:

@@ -162,10 +162,6 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
 
         print_error(outcome.error)
     code = _map_script_exit_code(outcome.exit_code)
-    if outcome.engine is not None and not request.as_json:
-        from memprof.report.terminal.engine_budget import render_engine_budget
-
-        echo(render_engine_budget(outcome.engine, explain=request.explain, quiet=request.quiet))
     if document is None:
         failure, code = result.trace.failure, code or int(ExitCode.FAILED)
         if failure is None or failure.kind is not FailureKind.REFUSED:

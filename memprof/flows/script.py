@@ -58,7 +58,7 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, gpu=spec.shown_gpu)
+        document = dataclasses.replace(analyze(trace, gpu=spec.shown_gpu), engine=outcome.engine)
     return DryRun(trace, outcome, document)
 
 
@@ -123,7 +123,7 @@ def capture_run(
     )
     if trace.failure is not None:
         trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
-    if outcome.ended is EndReason.REFUSED and is_virtual:
+    if outcome.ended is EndReason.REFUSED and is_virtual and (outcome.engine is None or outcome.engine.starts):
         trace.assumptions.append(OOM_END_NOTE)
     if outcome.ended is EndReason.EXIT and not _list_backward_steps(trace):
         trace.trains = False  # gradients were on, and no backward ran

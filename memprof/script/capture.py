@@ -173,8 +173,7 @@ def capture_script(
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.stop_reason
             if stop_record.is_stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
-                is_stopped = stop_record.is_stopped or peer_reason is None
-                reason = stop_record.reason if is_stopped else EndReason(peer_reason)
+                reason = stop_record.reason if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(
                     reason, 0, live_state=(outcome.live_state, outcome.error), planned_steps=stop_record.planned_steps
                 )
@@ -210,8 +209,9 @@ def capture_script(
         outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, live_state=outcome.live_state)
     if stop_record.engine is not None:
         outcome = dataclasses.replace(outcome, engine=stop_record.engine)
-        if not stop_record.engine.starts and outcome.ended is EndReason.ERROR:  # the engine's own refusal
-            outcome = dataclasses.replace(outcome, ended=EndReason.REFUSED)
+        if not stop_record.engine.starts and outcome.ended is EndReason.ERROR:
+            # The engine's own refusal is the verdict of the run, and no failure.
+            outcome, trace.failure = dataclasses.replace(outcome, ended=EndReason.REFUSED, error=None), None
     return trace, outcome
 
 

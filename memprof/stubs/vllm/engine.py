@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -64,9 +65,25 @@ class EngineStart:
             if not (arguments.skip_tokenizer_init or _has_files(Path(tokenizer), tokenizer, _TOKENIZER_FILES)):
                 assume(_NO_TOKENIZER.format(tokenizer))
                 arguments.skip_tokenizer_init = True
+            num_workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+            if num_workers > 1:
+                # vLLM's own way to run one worker in a process that others have started: by the variables of torchrun.
+                arguments.distributed_executor_backend = "external_launcher"
+                for name, value in _make_rank_variables(num_workers).items():
+                    os.environ.setdefault(name, value)
             return original(arguments, *args, **kwargs)
 
         yield module.EngineArgs, "create_engine_config", create_engine_config
+
+    def _patch_groups(self, module: Any) -> Iterator[Patch]:
+        """Yield a patch by which workers send each other objects by torch.distributed, and not by shared memory."""
+        original = module.GroupCoordinator.__init__
+
+        @functools.wraps(original)
+        def __init__(group: Any, *args: Any, **kwargs: Any) -> None:
+            original(group, *args, **{**kwargs, "use_message_queue_broadcaster": False})
+
+        yield module.GroupCoordinator, "__init__", __init__
 
     def _patch_core(self, module: Any) -> Iterator[Patch]:
         """Yield a patch that reports an engine's budget once the engine is ready, or has refused to start."""
@@ -206,8 +223,18 @@ def _has_files(folder: Path, name: str, patterns: tuple[str, ...]) -> bool:
     return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
+def _make_rank_variables(num_workers: int) -> dict[str, str]:
+    """Return the environment variables of the first of `num_workers` workers."""
+    size = str(num_workers)
+    return {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }  # fmt: skip
+
+
 _PATCHES: dict[str, Callable[[EngineStart, Any], Iterator[Patch]]] = {
     "vllm.engine.arg_utils": EngineStart._patch_arguments,
+    "vllm.distributed.parallel_state": EngineStart._patch_groups,
     "vllm.v1.engine.core": EngineStart._patch_core,
     "vllm.v1.engine.core_client": EngineStart._patch_client,
     "vllm.entrypoints.cli.serve": EngineStart._patch_server,

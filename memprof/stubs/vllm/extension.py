@@ -45,7 +45,7 @@ class Vllm(Extension):
         if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
             yield
             return
-        from memprof.stubs.vllm import attention, operators  # noqa: F401 (they register functions)
+        from memprof.stubs.vllm import attention, operators, quantization  # noqa: F401 (they register functions)
 
         finder = BinaryFinder("vllm", lambda: context.assume(_NOT_LOADED))
         folder = tempfile.mkdtemp(prefix="memprof-vllm-")

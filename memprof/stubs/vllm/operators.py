@@ -20,7 +20,8 @@ _MAX_SHARED_MEMORY_OPTIN = 97
 @query("_C_cuda_utils.get_max_shared_memory_per_block_device_attribute")
 def get_max_shared_memory(device_id: int) -> int:
     """Return the bytes of shared memory that one block can have."""
-    return int(torch.cuda.get_device_properties(device_id).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device_id)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @query("_C_cuda_utils.get_device_attribute")

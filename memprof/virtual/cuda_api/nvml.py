@@ -13,6 +13,8 @@ from memprof.virtual.cuda_api.driver import UUID
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 
+_P2P_OK, _P2P_NOT_SUPPORTED = 0, 5  # NVML_P2P_STATUS_OK, NVML_P2P_STATUS_NOT_SUPPORTED (nvml.h)
+
 
 class Pynvml(Extension):
     """Patches of the functions of pynvml."""
@@ -55,4 +57,7 @@ def _make_replacements(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -
         "nvmlDeviceGetPowerUsage": lambda device: 0,
         "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
         "nvmlDeviceGetComputeRunningProcesses": list_processes,
+        "nvmlDeviceGetP2PStatus": lambda device, other, capability: (
+            _P2P_OK if gpu.nvlink_bandwidth else _P2P_NOT_SUPPORTED
+        ),
     }
