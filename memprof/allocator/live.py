@@ -28,7 +28,12 @@ class LiveAllocator:
         self._release = release
         self._replay = TraceReplay(trace, gpu, config, release)
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
-        self._reset_events: dict[str, int] = {}  # number of events before the last reset of peaks, and of totals
+
+    def change_settings(self, other: Any) -> None:
+        """Use the settings of the allocator `other` for requests from now on."""
+        self._replay.advance(writes=False)
+        self._replay.allocator.change_config(other._replay.allocator.config)
+        self._large_segment = other._large_segment
 
     def find_oom_message(self) -> str | None:
         """Return the message of torch.OutOfMemoryError if the last event is a failed allocation; None if it succeeds.
@@ -70,27 +75,11 @@ class LiveAllocator:
     def reset_peak(self) -> None:
         """Reset the peaks (torch.cuda.reset_peak_memory_stats())."""
         self._replay.advance(writes=False)
-        self._reset_peak()
+        self._replay.allocator.statistics.reset_peak()
 
     def reset_accumulated(self) -> None:
         """Reset the totals (torch.cuda.reset_accumulated_memory_stats())."""
-        self._replay.advance(writes=False)
-        self._reset_accumulated()
-
-    def copy_resets(self, other: Any) -> None:
-        """Reset peaks and totals where `other`, an allocator of the same trace, was reset last."""
-        resets = {"peak": self._reset_peak, "accumulated": self._reset_accumulated}
-        for kind, event in sorted(other._reset_events.items(), key=lambda item: item[1]):
-            self._replay.advance(event, writes=False)
-            resets[kind]()
-
-    def _reset_peak(self) -> None:
-        self._reset_events["peak"] = self._replay.event
-        self._replay.allocator.statistics.reset_peak()
-
-    def _reset_accumulated(self) -> None:
-        self._reset_events["accumulated"] = self._replay.event
-        stats = self._replay.allocator.stats()
+        stats = self._get_current_stats()
         self._reset_values = {
             name: stats[name] for name in stats if name.endswith((".allocated", ".freed")) or name in _RESET_COUNTERS
         }
