@@ -124,6 +124,6 @@ class RunSettings:
         self._statistics.change_settings()
         if self._storages.peak_bytes:
             self._assume(
-                f"The program set the allocator's settings {alloc_conf!r} when {self._storages.live_bytes:,} bytes were on "
-                "the GPU: its own queries follow that, and this report has the last settings from the beginning on."
+                f"The program set allocator settings {alloc_conf!r} when {self._storages.live_bytes:,} bytes were "
+                "on the GPU: its queries follow that, and this report has the last settings from the beginning on."
             )
