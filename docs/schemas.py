@@ -42,6 +42,7 @@ FILES: dict[str, tuple[tuple[type, ...], str]] = {
     "comparison": ((Comparison,), "compare"),
     "estimate": ((estimate.EstimateDocument,), "estimate"),
     "recommendation": ((Recommendation,), "recommend"),
+    "engine-budget": ((command_results.EngineBudgetResult,), "recommend --engine"),
     "verification": ((verification.Verification,), "verify"),
     "vocabulary": ((Vocabulary,), "vocab"),
     "diagnoses": ((command_results.DiagnosisList,), "doctor"),

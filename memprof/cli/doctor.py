@@ -45,7 +45,8 @@ def doctor(
 ) -> None:
     """Say why a run ran out of memory, or had tensors on two devices, which tensor it was, and what to do in order.
 
-    Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 1: no such error is in it.
+    The start-up log of vLLM, SGLang or llama.cpp becomes a table of its memory, also if it started. Needs neither torch
+    nor a GPU; a log of any length is read in one pass. Exit code 1: no such error is in it, and no such start.
     """
     if env:
         for name, value in (("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)):
@@ -55,25 +56,33 @@ def doctor(
         return
     with _open_log(file) as stream, Progress(quiet=request.quiet) as progress:
         # Imported here: a file that does not exist needs none of it.
-        from memprof.doctor import ReportedRun, diagnose
+        from memprof.doctor import ReportedRun, diagnose_log
         from memprof.flows.progress import report_progress_with
 
         reported_run = ReportedRun(request.model, request.batch_size, request.context_length)
         size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
         progress(f"reading {_describe_source(file)}")
         with report_progress_with(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
-            diagnoses = diagnose(stream, _describe_source(file), reported_run)
-    if not diagnoses:
+            diagnoses, budget = diagnose_log(stream, _describe_source(file), reported_run)
+    if not diagnoses and budget is None:
         hint = "paste the whole traceback; of a process that vanished, its exit code (137 is a kill)"
         raise MemprofError("no memory or device error is in it", value=_describe_source(file), hint=hint)
     if request.as_json:
         from memprof.report.documents.command_results import DiagnosisList
 
-        print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(diagnoses)))
-    else:
+        print_json(DiagnosisList(file=_describe_source(file), diagnoses=tuple(diagnoses), budget=budget))
+        return
+    if diagnoses:
         from memprof.report.terminal.doctor import render_diagnoses
 
         echo(render_diagnoses(diagnoses, quiet=request.quiet), nl=False)
+    if budget is not None:
+        from memprof.report.terminal.engine_budget import render_budget_table, render_engine_budget
+
+        if not diagnoses:
+            echo(render_engine_budget(budget, quiet=request.quiet), nl=False)
+        elif not request.quiet:
+            echo(f"\nIts memory until then\n{render_budget_table(budget)}", nl=False)
 
 
 def _check_installation(output: OutputOptions) -> None:

@@ -27,10 +27,34 @@ memprof recommend --gpu-vram 8
 memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090
 memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
+memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090 --context-length 8192 --concurrency 8
 """
 
 MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
+ENGINE_PANEL = "Inference engine"
+ENGINES = ("vllm", "sglang", "llama.cpp")
+GGUF_TYPES = ("q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0", "q4_0", "f16", "bf16", "mxfp4")
+KV_CACHE_DTYPES = ("auto", "fp8", "nvfp4")
+_ENGINE_OPTIONS = (
+    "engine_release", "concurrency", "memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
+    "gguf_type",
+)  # fmt: skip
+# Names of the formats that engines have, by memprof's.
+_WEIGHT_FORMATS = {"int8": "int8", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
 _SEARCHED_DEFAULT_TEXT = "what gives up least and fits"
+
+
+def parse_fraction(text: str) -> float:
+    """Return a fraction above 0, at most 1; raise UsageError if `text` is none."""
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise UsageError(
+            "not a fraction of the GPU", value=repr(text), hint="give a number above 0 up to 1, such as 0.9"
+        )
+    return fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +91,37 @@ class RecommendOptions(ExplainOptions, PageOptions):
     gpu_vram_bytes: int | None = reuse_option("gpu_vram_bytes")
     gpus: int = reuse_option("gpus", note="How the model is spread over them, and the least number that does.")
     host_memory_bytes: int = reuse_option("host_memory_bytes", default=HOST_BYTES, unset="256")
+    engine: str | None = option(
+        None, ENGINE_PANEL, "What this inference engine does with the GPU's memory at start-up: {choices}.",
+        metavar="NAME", choices=ENGINES,
+    )  # fmt: skip
+    engine_release: str | None = option(
+        None, ENGINE_PANEL, "Release of the engine.", metavar="RELEASE", unset="the latest that is known"
+    )
+    concurrency: int | None = option(
+        None, ENGINE_PANEL, "Requests of --context-length tokens that its KV cache has to hold at once.",
+        metavar="COUNT", is_count=True, unset="as many as fit",
+    )  # fmt: skip
+    memory_utilization: float | None = option(
+        None, ENGINE_PANEL, "Fraction of the GPU that the engine may use.", metavar="FRACTION", parse=parse_fraction,
+        unset="the engine's",
+    )  # fmt: skip
+    kv_cache_dtype: str | None = option(
+        None, ENGINE_PANEL, "Data type of its KV cache: {choices}.", metavar="NAME", choices=KV_CACHE_DTYPES,
+        unset="the model's",
+    )  # fmt: skip
+    max_num_seqs: int | None = option(
+        None, ENGINE_PANEL, "Requests that it computes together at most.", metavar="COUNT", is_count=True,
+        unset="the engine's",
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = option(
+        None, ENGINE_PANEL, "Tokens that it computes together at most.", metavar="COUNT", is_count=True,
+        unset="the engine's",
+    )  # fmt: skip
+    gguf_type: str | None = option(
+        None, ENGINE_PANEL, "Type of llama.cpp's file of weights: {choices}.", metavar="NAME", choices=GGUF_TYPES,
+        unset="q4_k_m",
+    )  # fmt: skip
     cache: bool = reuse_option("cache")
     full: bool = reuse_option("full", note="It has the code to paste.")
     row: int | None = option(
@@ -120,6 +175,7 @@ class RecommendOptions(ExplainOptions, PageOptions):
         for flag, value in (("--lengths-column", self.lengths_column), ("--batches", self.batches)):
             if value is not None and self.lengths is None:
                 raise UsageError(f"{flag} needs --lengths", value=value, hint="add --lengths FILE")
+        self._check_engine_options()
         if self.snippet is not None and (self.snippet in MULTI_GPU_SNIPPETS) != (self.gpus > 1):
             kind, hint = ("several GPUs", "add --gpus 8") if self.gpus == 1 else ("one GPU", "leave out --gpus")
             raise UsageError(f"this script is for {kind}", value=f"--snippet {self.snippet}", hint=hint)
@@ -134,6 +190,28 @@ class RecommendOptions(ExplainOptions, PageOptions):
                 value=f"{self.effective_batch} in micro-batches of {self.batch_size}",
                 hint="leave out --batch-size, and it is searched",
             )
+
+    def _check_engine_options(self) -> None:
+        """Raise UsageError if options of an engine are given without one, or an engine without a model."""
+        if self.engine is None:
+            for name in _ENGINE_OPTIONS:
+                if (value := getattr(self, name)) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} needs an engine", value=value, hint="add --engine vllm")
+            return
+        if self.model is None:
+            raise UsageError("--engine needs a model", value=self.engine, hint="add --model NAME")
+        if (self.engine == "llama.cpp") < (self.gguf_type is not None):
+            hint = "leave out --gguf-type, or give --engine llama.cpp"
+            raise UsageError("--gguf-type is for llama.cpp", value=self.gguf_type, hint=hint)
+        if self.engine == "llama.cpp" and (self.quantize is not None or self.gpus > 1):
+            raise UsageError(
+                "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
+            )
+        for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
+            if (value := getattr(self, name)) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")
 
     def build_spec(self) -> TargetSpec:
         """Return the model and GPU as a spec, without the options that are searched. Raises UsageError if invalid."""
@@ -152,6 +230,8 @@ def recommend(request: RecommendOptions) -> None:
     paste. Exit code 0: something fits; 3: nothing does.
     """
     request.check()
+    if request.engine is not None:
+        _recommend_engine(request, request.engine)
     spec = request.build_spec()
     from memprof.report.documents.recommendation import Recommendation
 
@@ -170,6 +250,31 @@ def recommend(request: RecommendOptions) -> None:
     _print_recommendation(result, request)
     request.write_page(result)
     raise typer.Exit(ExitCode.DONE if result.has_result else ExitCode.DOES_NOT_FIT)
+
+
+def _recommend_engine(request: RecommendOptions, engine: str) -> NoReturn:
+    """Print the memory of an engine at start-up, and exit; nothing here imports torch or the engine."""
+    from memprof.device.catalog import custom_gpu, find_gpu
+    from memprof.estimate.serving.options import ServingOptions
+    from memprof.flows.recommend.engine import recommend_engine
+
+    gpu = find_gpu(request.gpu) if request.gpu_vram_bytes is None else custom_gpu(request.gpu_vram_bytes)
+    options = ServingOptions(
+        release=request.engine_release, context_length=request.context_length, concurrency=request.concurrency,
+        tensor_parallel=request.gpus, utilization=request.memory_utilization, max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens, kv_cache_dtype=request.kv_cache_dtype or "auto",
+        quantization=request.gguf_type or (None if request.quantize is None else _WEIGHT_FORMATS[request.quantize]),
+    )  # fmt: skip
+    budget = recommend_engine(engine, request.model or "", gpu, options, is_size=request.model_is_size)
+    if request.as_json:
+        from memprof.report.documents.command_results import EngineBudgetResult
+
+        print_json(EngineBudgetResult(budget=budget))
+    else:
+        from memprof.report.terminal.engine_budget import render_engine_budget
+
+        echo(render_engine_budget(budget, explain=request.explain, quiet=request.quiet), nl=False)
+    raise typer.Exit(ExitCode.DONE if budget.starts else ExitCode.DOES_NOT_FIT)
 
 
 _OUTPUT_FIELDS = ("as_json", "quiet", "explain", "full", "row", "snippet", "cache")

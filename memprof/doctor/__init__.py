@@ -3,11 +3,12 @@ r"""Diagnoses of error messages about memory: cause, sizes, tensor, and advice (
     text -log-> [Passage] -signatures, message_sizes-> error -causes-> cause -tensors-> [Candidate] -advice-> [Advice]
                                    \-engines-> figures, stage and options of an inference engine ---^
 
-`diagnose` runs all steps; `installation` is `memprof doctor --env`.
+`diagnose` runs all steps, and `engine_starts` reads what an engine printed of its start; `installation` is
+`memprof doctor --env`.
 """
 
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Diagnosis, EngineFigures, MessageSizes, PrintedSize
-from memprof.doctor.doctor import diagnose
+from memprof.doctor.doctor import diagnose, diagnose_log
 from memprof.doctor.reported_run import ReportedRun
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "PrintedSize",
     "ReportedRun",
     "diagnose",
+    "diagnose_log",
 ]

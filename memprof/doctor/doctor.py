@@ -18,6 +18,7 @@ from memprof.doctor.dimensions import (
     find_seq_length,
     get_dimensions,
 )
+from memprof.doctor.engine_starts import read_engine_start
 from memprof.doctor.engines import EngineError, find_engine
 from memprof.doctor.engines.engine import find_cause_of_part
 from memprof.doctor.log import LogReader
@@ -28,6 +29,7 @@ from memprof.doctor.signatures import SIGNATURES
 from memprof.doctor.tensors import TensorQuery, find_candidates, find_request_range, find_roles
 from memprof.doctor.torch_advice import FailedAllocation
 from memprof.doctor.tracebacks import TracebackFrame, choose_frames, find_script, read_frames
+from memprof.serving.budget import EngineBudget
 from memprof.workload.catalog import find_model
 
 # Causes whose sizes are not those of a tensor.
@@ -58,7 +60,14 @@ class _Error:
 
 
 def diagnose(stream: BinaryIO, name: str, options: ReportedRun | None = None) -> list[Diagnosis]:
-    """Return the diagnoses of the errors in a log, root causes first.
+    """Return the diagnoses of the errors in a log, root causes first; as `diagnose_log` does."""
+    return diagnose_log(stream, name, options)[0]
+
+
+def diagnose_log(
+    stream: BinaryIO, name: str, options: ReportedRun | None = None
+) -> tuple[list[Diagnosis], EngineBudget | None]:
+    """Return the diagnoses of the errors in a log, root causes first, and what an engine printed of its start.
 
     The log is read once, in chunks; error messages call it `name`. `options` are those of the failed run, as far as the
     user gives them. Raises UsageError: the log is not text, or the model is not in the catalog.
@@ -76,7 +85,11 @@ def diagnose(stream: BinaryIO, name: str, options: ReportedRun | None = None) ->
         if counts[error.key] == 1:
             errors.append(error)
     by_priority = sorted(errors, key=lambda error: error.signature.priority)[:MAX_DIAGNOSES]
-    return [replace(_explain(error, log.head, options, model), count=counts[error.key]) for error in by_priority]
+    diagnoses = [replace(_explain(error, log.head, options, model), count=counts[error.key]) for error in by_priority]
+    budget = read_engine_start(log.head)
+    if budget is not None and diagnoses:
+        budget = replace(budget, refusal=diagnoses[0].title, changes=())
+    return diagnoses, budget
 
 
 def _is_same_message(earlier: Signature, later: Signature) -> bool:

@@ -158,7 +158,7 @@ def build_from_params(text: str) -> EstimatedModel:
     Raises UsageError: `text` is not a number, or no shape is known for the number."""
     count = parse_count(text)
     config = synthesize(count).load_config()
-    geometry = _read_geometry(config)
+    geometry = read_geometry(config)
     rule = (
         "Only a number of parameters was given. The shape is that of a Llama of this size (hidden size over layers, "
         "vocabulary and head size as published models near it have them, memprof/workload/catalog/sizes.py): "
@@ -195,7 +195,7 @@ def build_from_config(path: Path) -> EstimatedModel:
         hint = f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers"
         raise UsageError("the closed form does not know this kind of model", value=value, hint=hint)
     try:
-        geometry = _read_geometry(config)
+        geometry = read_geometry(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError("the configuration is incomplete or wrong", value=file, hint=problem) from None
@@ -208,7 +208,7 @@ def _build_from_entry(entry: ModelEntry) -> EstimatedModel:
     config = entry.load_config()
     is_supported = config["model_type"] in FAMILIES and entry.task == "causal-lm"
     error = "" if is_supported else f"the closed form has no layer of {entry.architecture}"
-    geometry = _read_geometry(config) if is_supported else None
+    geometry = read_geometry(config) if is_supported else None
     return EstimatedModel(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, error)
 
 
@@ -223,7 +223,7 @@ def _first_positive(config: Mapping[str, Any], *names: str, default: int | None 
     return value
 
 
-def _read_geometry(config: Mapping[str, Any]) -> DecoderGeometry:
+def read_geometry(config: Mapping[str, Any]) -> DecoderGeometry:
     """Return the shape in a configuration of one of FAMILIES, with the defaults of transformers' classes."""
     family = config["model_type"]
     hidden = _first_positive(config, "hidden_size", "n_embd")

@@ -133,6 +133,13 @@ def _list_length_advice(error: EngineError) -> Iterator[Advice]:
         if proportional:
             what = "shorter sequences: this is in proportion, and right if all layers have full attention"
             yield Advice(what, _make_command(error, f"--max-model-len {proportional}"))
+    adapters = find_integer(r"max[_-]loras['\"]?[ =:]+(\d+)", error.log)
+    if adapters is not None and adapters > 1 and re.search(r"enable[_-]lora['\"]?(?:[ =:]+True)?", error.log):
+        yield Advice(
+            f"fewer LoRA adapters at once: each has a slot of --max-lora-rank rows on the GPU; {adapters // 2} instead "
+            f"of {adapters}",
+            _make_command(error, f"--max-loras {adapters // 2}"),
+        )
     if _fits_with_half_the_bytes(error):
         half = "" if needed is None else f": {format_bytes(needed.num_bytes // 2)} instead of {needed.text}, which fits"
         yield Advice(

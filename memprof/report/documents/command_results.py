@@ -13,6 +13,7 @@ from memprof.doctor.diagnosis import Diagnosis
 from memprof.doctor.installation import Check
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import MonitorSample, Peaks
+from memprof.serving.budget import EngineBudget
 from memprof.trace.json_values import JsonValue, json_name
 from memprof.version import __version__
 from memprof.workload.catalog.models import ModelEntry
@@ -80,6 +81,15 @@ class DiagnosisList(CommandResult):
     command: str = "doctor"
     file: str
     diagnoses: tuple[Diagnosis, ...]
+    budget: EngineBudget | None = None  # What an inference engine printed of its start; null: nothing.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBudgetResult(CommandResult):
+    """The result of `memprof recommend --engine`."""
+
+    command: str = "recommend --engine"
+    budget: EngineBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

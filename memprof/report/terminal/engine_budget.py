@@ -26,6 +26,11 @@ def render_engine_budget(budget: EngineBudget, *, explain: bool = False, quiet: 
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
+def render_budget_table(budget: EngineBudget) -> str:
+    """Return the table of a budget and its limits alone, as text below a diagnosis."""
+    return "\n".join([*_format_table(budget), *_format_limits(budget)]) + "\n"
+
+
 def _wrap(line: str) -> list[str]:
     return wrap_line(line, min(_WIDTH, output_width()), hanging_indent="")
 
@@ -42,6 +47,8 @@ def _format_answer(budget: EngineBudget) -> str:
     requests = ""
     if budget.concurrency is not None and budget.context_length is not None:
         requests = f", {budget.concurrency:,.2f} requests of {budget.context_length:,} tokens at once"
+        if budget.asked_concurrency is not None and budget.concurrency < budget.asked_concurrency:
+            requests += f", of {budget.asked_concurrency:,} asked for"
     return f"{engine} {verb}{model}{gpu}{tokens}{requests}."
 
 
@@ -59,12 +66,17 @@ def _format_table(budget: EngineBudget) -> Iterator[str]:
         graphs = f"as estimated by the engine; {_gib(budget.graph_taken_bytes)} taken"
     graph_bytes = budget.graph_taken_bytes if budget.graph_bytes is None else budget.graph_bytes
     graph_label = "CUDA graphs" if budget.graph_bytes is None else "- CUDA graphs"
+    is_llama_cpp = budget.engine == "llama.cpp"
     rows = (
         ("GPU memory", budget.total_bytes, "as CUDA reports it"),
-        ("may be used", budget.budget_bytes, share),
+        ("may be used", None if is_llama_cpp else budget.budget_bytes, share),
         ("- weights", budget.weights_bytes, ", ".join(names)),
         ("- outside torch", budget.outside_torch_bytes, "CUDA context, libraries, NCCL"),
-        ("- profile run", budget.profile_peak_bytes, budget.profile_peak_reason),
+        (
+            "- compute buffer" if is_llama_cpp else "- profile run",
+            budget.profile_peak_bytes,
+            budget.profile_peak_reason,
+        ),
         (graph_label, graph_bytes, graphs),
         ("= KV cache", budget.kv_cache_bytes, _format_cache(budget)),
     )
@@ -80,8 +92,10 @@ def _format_cache(budget: EngineBudget) -> str:
     parts = []
     if budget.bytes_per_token is not None:
         parts.append(f"{budget.bytes_per_token / KIB:,.1f} KiB a token")
-    if budget.kv_cache_dtype:
+    if budget.kv_cache_dtype and budget.kv_cache_dtype != "auto":
         parts.append(budget.kv_cache_dtype)
+    if budget.num_blocks == 0:
+        return ", ".join(parts)
     if budget.num_blocks is not None and budget.block_size is not None:
         parts.append(f"{budget.num_blocks:,} blocks of {budget.block_size:,}")
     elif budget.num_blocks is not None:
@@ -90,11 +104,15 @@ def _format_cache(budget: EngineBudget) -> str:
 
 
 def _format_limits(budget: EngineBudget) -> Iterator[str]:
-    if budget.num_tokens is not None and budget.num_tokens_low is not None and budget.num_tokens_high is not None:
+    has_band = budget.num_tokens_low is not None and budget.num_tokens_high is not None
+    if budget.num_tokens and has_band and budget.starts:
         band = f"{budget.num_tokens_low:,} to {budget.num_tokens_high:,}"
         yield from _wrap(f"{budget.num_tokens:,} tokens, band {band} (against published logs: memprof help serving).")
-    if budget.longest_context is not None:
+    if budget.longest_context:
         yield f"Longest context that starts: {budget.longest_context:,} tokens."
+    if budget.least_gpus is not None:
+        plural = "s" if budget.least_gpus > 1 else ""
+        yield f"Least number of these GPUs for what was asked: {budget.least_gpus} GPU{plural}."
     options = (("max_num_seqs", budget.max_num_seqs), ("max_num_batched_tokens", budget.max_num_batched_tokens))
     texts = [f"{name} {value:,}" for name, value in options if value is not None]
     if texts:
@@ -107,10 +125,11 @@ def _format_changes(budget: EngineBudget) -> Iterator[str]:
         return
     rows = []
     for change in budget.changes:
-        tokens = f"{change.num_tokens:,}" if change.num_tokens else "does not start"
+        has_tokens = change.num_tokens > 0 or change.kv_cache_bytes <= 0
+        tokens = "not known" if not has_tokens else f"{change.num_tokens:,}" if change.num_tokens else "does not start"
         difference = change.num_tokens - (budget.num_tokens or 0)
         cost = change.cost if change.source != RUN else f"{change.cost} (by a run)".strip()
-        rows.append((change.flag, _gib(change.kv_cache_bytes), tokens, f"{difference:+,}", cost))
+        rows.append((change.flag, _gib(change.kv_cache_bytes), tokens, f"{difference:+,}" if has_tokens else "", cost))
     headers = ("What to change", ">KV GiB", ">tokens", ">difference", "")
     lines, _ = align_columns(headers, rows, min(_WIDTH, output_width()))
     yield from (piece for line in lines for piece in line.split("\n"))
@@ -118,5 +137,7 @@ def _format_changes(budget: EngineBudget) -> Iterator[str]:
 
 def _format_command(budget: EngineBudget) -> Iterator[str]:
     if budget.command:
-        yield "Start it with:" if budget.starts else "What starts:"
+        asked = budget.asked_concurrency
+        is_enough = budget.starts and (asked is None or (budget.concurrency or 0) >= asked)
+        yield "Start it with:" if is_enough else "What starts with what was asked:"
         yield f"  {budget.command}"

@@ -6,11 +6,11 @@ from memprof.errors import UsageError
 from memprof.estimate.geometry import (
     FAMILIES,
     DecoderGeometry,
-    _read_geometry,
     build_from_config,
     build_from_model,
     build_from_params,
     build_from_size,
+    read_geometry,
 )
 from memprof.workload.catalog import list_models
 from tests.unit.estimate.tiny import TINY
@@ -162,7 +162,7 @@ LAYER_NORM = {"is_gated": False, "norm": "layer", "has_qkv_bias": True, "has_o_b
 )  # fmt: skip
 def test_the_shape_in_a_configuration(family, config, expected):
     shape = {name: getattr(TINY, name) for name in TINY.__slots__} | {"max_positions": 77} | expected
-    assert _read_geometry({"model_type": family, **config}) == DecoderGeometry(**{**shape, "family": family})
+    assert read_geometry({"model_type": family, **config}) == DecoderGeometry(**{**shape, "family": family})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Image encoders of multimodal models: their weights, and what vLLM's profile run has of images.
+
+The profile run encodes as many of the largest images as fit the encoder's budget, which is max_num_batched_tokens, or
+one image if that is more. Pixels and outputs stay allocated until the run ends (v1/worker/gpu_model_runner.py,
+profile_run; multimodal/encoder_budget.py, 0.19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_QWEN_MAX_TOKENS = 16384  # Of one image: max_pixels of the published processors, in merged patches.
+_GEMMA4_POSITIONS = 10240  # Rows of the position table in each direction (transformers, Gemma4VisionConfig).
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEncoder:
+    """An image encoder: the sizes of its layers, and the largest image."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    patches: int  # Of the largest image.
+    tokens: int  # Of the largest image, as the decoder sees it.
+    pixels: int  # Values of the largest image.
+    num_parameters: int
+    is_gated: bool = False
+
+    def count_images(self, max_num_batched_tokens: int) -> int:
+        """Return the images in the profile run."""
+        return max(max_num_batched_tokens // self.tokens, 1)
+
+    def count_kept_bytes(self, max_num_batched_tokens: int, hidden: int, itemsize: int) -> int:
+        """Return the bytes of pixels and encoded images, for a decoder of width `hidden`."""
+        return self.count_images(max_num_batched_tokens) * (self.tokens * hidden + self.pixels) * itemsize
+
+    def count_layer_bytes(self, max_num_batched_tokens: int, itemsize: int) -> int:
+        """Return the bytes of the encoder's widest layer: the MLP's projections, and four hidden states."""
+        width = (3 if self.is_gated else 2) * self.intermediate + 4 * self.hidden
+        return self.count_images(max_num_batched_tokens) * self.patches * width * itemsize
+
+
+def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageEncoder | None:
+    """Return the image encoder of a model's configuration; None: it has none, or one that is not known here."""
+    vision, kind = config.get("vision_config"), str(config.get("model_type"))
+    if not isinstance(vision, Mapping) or not vision:
+        return None
+    hidden = vision.get("hidden_size") or vision.get("embed_dim") or 0
+    layers = vision.get("num_hidden_layers") or vision.get("depth") or 0
+    width, patch = vision.get("intermediate_size") or 4 * hidden, vision.get("patch_size") or 14
+    if not hidden or not layers:
+        return None
+    attention = 4 * hidden * hidden
+    if kind == "gemma3":  # SigLIP
+        size = vision.get("image_size") or 896
+        per_layer = attention + 2 * hidden * width + 9 * hidden + width
+        rest = (3 * patch**2 + 1 + (size // patch) ** 2 + 3 + decoder_hidden) * hidden
+        tokens = config.get("mm_tokens_per_image") or 256
+        return ImageEncoder(hidden, width, layers, (size // patch) ** 2, tokens, 3 * size**2, layers * per_layer + rest)
+    if kind == "mistral3":  # Pixtral, with a projector that merges 2 x 2 patches
+        size, merge = vision.get("image_size") or 1540, config.get("spatial_merge_size") or 2
+        side = size // patch
+        per_layer = attention + 3 * hidden * width + 2 * hidden
+        rest = 3 * patch**2 * hidden + 2 * hidden + merge**2 * hidden**2 + (hidden + decoder_hidden) * decoder_hidden
+        merged = side // merge
+        tokens = merged * (merged + 1)
+        return ImageEncoder(hidden, width, layers, side**2, tokens, 3 * size**2, layers * per_layer + rest, True)
+    if kind in _QWEN_TYPES:
+        is_gated = kind == "qwen2_5_vl"
+        per_layer = attention + 4 * hidden + (3 if is_gated else 2) * hidden * width + 2 * width + 5 * hidden
+        values = 3 * 2 * patch**2  # Of a patch in two frames.
+        merger = 16 * hidden**2 + 4 * hidden * (1 + decoder_hidden) + decoder_hidden
+        positions = (vision.get("num_position_embeddings") or 0) * hidden
+        count = layers * per_layer + values * hidden + merger + positions
+        patches = 4 * _QWEN_MAX_TOKENS
+        return ImageEncoder(hidden, width, layers, patches, _QWEN_MAX_TOKENS, patches * values, count, is_gated)
+    if kind == "kimi_vl":  # MoonViT: at most 4,096 patches, merged 2 x 2
+        per_layer = attention + 2 * hidden * width + 9 * hidden + width
+        merger = 16 * hidden**2 + 4 * hidden * decoder_hidden
+        count = layers * per_layer + (3 * patch**2 + 64 * 64) * hidden + merger
+        return ImageEncoder(hidden, width, layers, 4096, 1024, 4096 * 3 * patch**2, count)
+    if kind == "gemma4":
+        per_layer = attention + 3 * hidden * width + 6 * hidden
+        patch = vision.get("patch_size") or 16
+        count = layers * per_layer + (3 * patch**2 + 2 * _GEMMA4_POSITIONS + decoder_hidden) * hidden
+        tokens = config.get("vision_soft_tokens_per_image") or 280
+        return ImageEncoder(hidden, width, layers, 9 * tokens, tokens, 9 * tokens * 3 * patch**2, count, True)
+    return None
