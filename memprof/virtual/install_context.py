@@ -108,6 +108,8 @@ class InstallContext:
             else MultiRankBackend(assume, self.values, channel)
         )
         self.subprocesses = Subprocesses(environment)
+        # Memory on each GPU that grows outside the allocator and that no rule computes, from published figures.
+        self.outside_torch_bytes = 0
         # Called with the EngineBudget of an inference engine once it has started, or has refused to.
         self.on_engine_start: Callable[[EngineBudget], None] = lambda budget: None
 
@@ -135,4 +137,5 @@ class InstallContext:
 
     def used_bytes(self, device: str) -> int:
         """Return the bytes in use on a GPU, as nvidia-smi shows them."""
-        return self.options.context_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]
+        fixed_bytes = self.options.context_bytes + self.outside_torch_bytes
+        return fixed_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]

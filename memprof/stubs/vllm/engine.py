@@ -17,11 +17,17 @@ from typing import Any
 
 from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
+from memprof.serving.outside_torch import estimate_outside_torch
+from memprof.serving.releases import read_vllm_rules
 from memprof.stubs.vllm.peak import describe_peak
+from memprof.units import format_bytes
 from memprof.virtual.install_context import InstallContext
 
 _NO_WEIGHTS = "{} has no weights here: vLLM loads dummy weights (--load-format dummy), which take the same memory."
 _NO_TOKENIZER = "{} has no tokenizer here: vLLM starts without one (--skip-tokenizer-init)."
+_OUTSIDE_TORCH = (
+    "Outside torch, {} are taken for kernels' code and local memory, and for NCCL: as published start-up logs have it."
+)
 _IN_PROCESS = "vLLM's engine runs in this process, and not in processes of its own; no request is served."
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model", "*.tiktoken")
@@ -41,6 +47,7 @@ class EngineStart:
         self._profile_events = (0, 0)  # numbers of events before and after the profile run
         self._graph_taken_bytes: int | None = None
         self._refusal = ""
+        self._tensor_parallel = 1
 
     def get_patches(self, module: ModuleType) -> Iterator[Patch]:
         """Yield the patches of `module`, one of `MODULES`."""
@@ -91,6 +98,7 @@ class EngineStart:
 
         @functools.wraps(original)
         def __init__(core: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
             try:
                 original(core, vllm_config, *args, **kwargs)
             except ValueError:
@@ -128,6 +136,7 @@ class EngineStart:
 
         @contextlib.contextmanager
         def profile_memory(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self._add_outside_torch()
             with original(*args, **kwargs) as self._profile:
                 begin = len(trace.events)
                 yield self._profile
@@ -152,6 +161,12 @@ class EngineStart:
                 del runner.capture_model
 
         yield module.Worker, "compile_or_warm_up_model", warm_up
+
+    def _add_outside_torch(self) -> None:
+        """Let the memory outside torch grow by what published logs of this release have."""
+        context, rules = self._context, read_vllm_rules(importlib.import_module("vllm").__version__)
+        context.outside_torch_bytes = estimate_outside_torch(context.gpu, rules, self._tensor_parallel)
+        context.assume(_OUTSIDE_TORCH.format(format_bytes(context.outside_torch_bytes)))
 
     def _record_refusal(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
