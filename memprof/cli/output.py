@@ -200,7 +200,7 @@ def print_report(document: Report, output: FullReportOptions) -> None:
     if document.engine is not None and not output.as_json:
         from memprof.report.terminal.engine_budget import render_engine_budget
 
-        echo(render_engine_budget(document.engine, explain=output.explain, quiet=output.quiet), nl=False)
+        echo(render_engine_budget(document.engine, explain=output.explain, quiet=output.quiet))
         if output.quiet or not (output.full or output.explain):
             output.write_tables(document)
             output.write_page(document)

@@ -58,8 +58,15 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = dataclasses.replace(analyze(trace, gpu=spec.shown_gpu), engine=outcome.engine)
+        document = _add_engine(analyze(trace, gpu=spec.shown_gpu), outcome)
     return DryRun(trace, outcome, document)
+
+
+def _add_engine(document: Report, outcome: ScriptOutcome) -> Report:
+    """Return `document` with the budget of the inference engine that the script has started, if any."""
+    if outcome.engine is None:
+        return document
+    return dataclasses.replace(document, engine=dataclasses.replace(outcome.engine, assumptions=document.assumptions))
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:

@@ -186,6 +186,7 @@ class EngineStart:
         profile, runner = self._profile, getattr(worker, "model_runner", None)
         snapshot = getattr(worker, "init_snapshot", None)
         estimate = getattr(worker, "cudagraph_memory_estimate", None)
+        weights = _round(getattr(runner, "model_memory_usage", None))
         return EngineBudget(
             engine="vllm",
             release=importlib.import_module("vllm").__version__,
@@ -201,8 +202,9 @@ class EngineStart:
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             total_bytes=getattr(snapshot, "total_memory", None),
             utilization=cache.gpu_memory_utilization,
-            weights_bytes=_round(getattr(runner, "model_memory_usage", None)),
+            weights_bytes=weights,
             outside_torch_bytes=_get(profile, "non_torch_increase"),
+            buffers_bytes=_subtract(_get(profile, "total_consumed"), weights, _get(profile, "non_torch_increase")),
             profile_peak_bytes=_get(profile, "transient_peak_headroom", "torch_peak_increase"),
             profile_peak_reason=describe_peak(self._context.recorder.trace, *self._profile_events),
             graph_bytes=estimate or None,
@@ -213,13 +215,17 @@ class EngineStart:
             num_tokens=getattr(cache, "kv_cache_size_tokens", None),
             concurrency=getattr(cache, "kv_cache_max_concurrency", None),
             refusal=self._refusal,
-            assumptions=tuple(self._context.recorder.trace.assumptions),
         )
 
 
 def _get(result: Any, *names: str) -> int | None:
     """Return the first of the attributes `names` that `result` has."""
     return next((int(getattr(result, name)) for name in names if hasattr(result, name)), None)
+
+
+def _subtract(total: int | None, *parts: int | None) -> int | None:
+    """Return what `parts` leave of `total`; None if one of them is not known."""
+    return None if total is None or None in parts else total - sum(part or 0 for part in parts)
 
 
 def _round(value: Any) -> int | None:

@@ -29,6 +29,11 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _CACHE_VARIABLE = "VLLM_CACHE_ROOT"
+_SAMPLER_VARIABLE = "VLLM_USE_FLASHINFER_SAMPLER"
+_NO_FLASHINFER = (
+    "flashinfer is not installed: vLLM samples by its own kernels, as it does where FlashInfer has no CUDA toolkit to "
+    "compile its kernels with."
+)
 
 
 class Vllm(Extension):
@@ -47,10 +52,19 @@ class Vllm(Extension):
             return
         from memprof.stubs.vllm import attention, operators, quantization  # noqa: F401 (they register functions)
 
-        finder = BinaryFinder("vllm", lambda: context.assume(_NOT_LOADED))
+        has_flashinfer = importlib.util.find_spec("flashinfer") is not None
+
+        def note_use() -> None:
+            context.assume(_NOT_LOADED)
+            if not has_flashinfer:
+                context.assume(_NO_FLASHINFER)
+
+        finder = BinaryFinder("vllm", note_use)
         folder = tempfile.mkdtemp(prefix="memprof-vllm-")
-        previous = {name: os.environ.get(name) for name in (*_VARIABLES, _CACHE_VARIABLE)}
+        previous = {name: os.environ.get(name) for name in (*_VARIABLES, _CACHE_VARIABLE, _SAMPLER_VARIABLE)}
         os.environ.update(_VARIABLES, **{_CACHE_VARIABLE: folder})
+        if not has_flashinfer and _SAMPLER_VARIABLE not in os.environ:
+            os.environ[_SAMPLER_VARIABLE] = "0"
         sys.meta_path.insert(0, finder)
         try:
             yield
