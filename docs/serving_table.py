@@ -33,6 +33,8 @@ def main() -> None:
     for kind in KINDS:
         count, median, high = summarize(rows, kind, exclusive=kind != "layout")
         print(f"{labels.get(kind, kind):<34}{count:>5}{median:>9.1%}{high:>18.1%}")
+    banded = [row.is_in_band for row in rows if row.is_in_band is not None and row.is_exclusive]
+    print(f"{'tokens within the stated band':<34}{len(banded):>5}{sum(banded) / max(len(banded), 1):>9.0%}")
     judged = [row for row in rows if row.starts is not None and row.is_exclusive]
     right = sum(row.starts is row.started for row in judged)
     print(f"{'starts or refuses, told right':<34}{len(judged):>5}{right / len(judged):>9.0%}")

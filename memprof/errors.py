@@ -111,9 +111,17 @@ def first_line(error: BaseException) -> str:
     return (error_text(error).strip().splitlines() or [""])[0]
 
 
-def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
-    """Return a UsageError for a missing or incompatible library, with the hint to install memprof's extra `extra`."""
-    return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
+# The libraries that parts of memprof need, as the extras of pyproject.toml have them. They are named instead of
+# `memprof[...]`: the memprof of PyPI is another program.
+REQUIREMENTS = {
+    "peft": "peft>=0.18", "bitsandbytes": "bitsandbytes>=0.46.1", "torchao": "torchao>=0.13",
+    "accelerate": "accelerate>=1.1", "pyarrow": "pyarrow>=17", "plotly": "plotly>=6", "matplotlib": "matplotlib>=3.8",
+}  # fmt: skip
+
+
+def not_installed(problem: str, value: object, package: str, otherwise: str = "") -> UsageError:
+    """Return a UsageError for a missing or incompatible library, with the hint to install `package`."""
+    return UsageError(problem, value=value, hint=f"pip install '{REQUIREMENTS[package]}'{otherwise}")
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -57,7 +57,7 @@ def format_bytes(num_bytes: int) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
             return f"{num_bytes / unit:,.2f} {name}"
-    return f"{num_bytes} bytes"
+    return f"{num_bytes} byte{'' if size == 1 else 's'}"
 
 
 def format_count(count: int, number_format: str = ".2f") -> str:

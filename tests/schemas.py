@@ -14,6 +14,7 @@ from tests.processes import ROOT
 FOLDER = ROOT / "docs" / "schema"
 _OF_COMMANDS = {
     "analyze": "analysis", "compare": "comparison", "estimate": "estimate", "recommend": "recommendation",
+    "recommend --engine": "engine-budget",
     "verify": "verification", "vocab": "vocabulary", "doctor": "diagnoses", "doctor --env": "installation",
     "models": "models", "gpus": "gpus", "gpus --present": "present-gpus", "monitor": "monitor", "export": "export",
     "help": "topics", "cache": "cached-results", "recipes ls": "recipes", "recipes cp": "recipes",

@@ -17,6 +17,7 @@ memprof: where the memory of a PyTorch run goes, and whether it fits a GPU. It n
   Why did it run out of memory?  memprof doctor error.log
   What do I change?              memprof run --fix auto train.py
   Which GPU do I need?           memprof recommend --model-size 4B
+  Will vLLM start with it?       memprof recommend --engine vllm --model qwen3-8b --gpu rtx-4090
 
 memprof FILE takes the command that suits a script, an error's log, a snapshot of torch or a saved run.
 memprof --help lists all commands."""

@@ -138,11 +138,48 @@ class FullReportOptions(ReportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureOptions(FullReportOptions):
+class ImageOptions(OutputOptions):
+    """Options of a command that draws a run; raises UsageError if matplotlib is missing, or the file unwritable."""
+
+    image: Path | None = option(
+        None, FILES_PANEL, "Draw memory over the run into this file too, a .png or .svg.", metavar="FILE"
+    )
+    force: bool = reuse_option("force")
+    image_path: Path | None = dataclasses.field(default=None, init=False)  # `image` as absolute path: scripts may chdir
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image is not None:
+            from memprof.fixes.catalog import check_package
+            from memprof.report.export.image_kind import IMAGE, check_suffix
+            from memprof.trace.files import check_output_path
+
+            check_suffix(self.image)
+            check_package("--image", "matplotlib")
+            check_output_path(self.image, IMAGE, force=self.force)
+            object.__setattr__(self, "image_path", self.image.absolute())
+
+    def write_image(self, document: Report) -> None:
+        """Write the picture of `document` if --image is given."""
+        if self.image_path is not None:
+            from memprof.report.export.image import write_image
+
+            with self._report_file(f"Picture: {self.image}"):
+                write_image(document, self.image_path, force=self.force)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportOptions(FullReportOptions, ImageOptions):
+    """Options of a command with the report of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions(RunReportOptions):
     """Options of a command that can save a capture; raises UsageError if the file cannot be written."""
 
     save: Path | None = option(None, FILES_PANEL, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
     save_path: Path | None = dataclasses.field(default=None, init=False)  # `save` as absolute path: scripts may chdir
+    run_folder: Path = dataclasses.field(default_factory=Path.cwd, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +192,7 @@ class CaptureOptions(FullReportOptions):
 
     def print_run(self, trace: Trace, document: Report) -> None:
         """Print the report of a run, and write its capture if --save is given."""
-        print_report(document, self)
+        print_report(document, self, code_folder=self.run_folder)
         if self.save_path is not None:
             from memprof.trace.io import save_trace
 
@@ -194,22 +231,25 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
         output.write_page(result)
 
 
-def print_report(document: Report, output: FullReportOptions) -> None:
-    """Print the report of a run as JSON or text, and write its CSV tables and HTML page. Of a run that started an
-    inference engine, the engine's budget is shown, and the rest with --full or --explain."""
-    if document.engine is not None and not output.as_json:
-        from memprof.report.terminal.engine_budget import render_engine_budget
+def print_report(document: Report, output: RunReportOptions, *, code_folder: Path | None = None) -> None:
+    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture. Of a run that started
+    an inference engine, text is the engine's budget, and with --full or --explain both.
 
-        echo(render_engine_budget(document.engine, explain=output.explain, quiet=output.quiet))
-        if output.quiet or not (output.full or output.explain):
-            output.write_tables(document)
-            output.write_page(document)
-            return
-        echo("")
-    if output.full or output.explain:
+    `code_folder`: the folder in which the program has just run, whose lines are quoted.
+    """
+    is_full = output.full or output.explain
+    if document.engine is not None and not output.as_json and is_full:
+        from memprof.report.terminal import engine
+        from memprof.report.terminal.console import print_view
+
+        print_view(engine.render(document, quiet=output.quiet))
+    if is_full:
         print_result(document, output, "report", explain=output.explain)
+    elif document.engine is not None:
+        print_result(document, output, "engine")
     else:
-        print_result(document, output, "brief")
+        print_result(document, output, "brief", code_folder=code_folder)
+    output.write_image(document)
 
 
 def print_patch(patch: SuggestedPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Collection
@@ -175,6 +176,7 @@ def _run_script(program: Program, stop_rule: StopRule, request: RunOptions) -> i
         with Progress(quiet=request.quiet) as progress:
             patch = suggest_patch(program, stop_rule, request.build_spec(), document, folder, progress)
         document = dataclasses.replace(document, patch=patch)
+    _print_separator(request)
     request.print_run(result.trace, document)
     if document.patch is not None and not (request.as_json or request.quiet):
         print_patch(document.patch)
@@ -217,8 +219,15 @@ def _run_ranks(program: Program, stop_rule: StopRule, request: RunOptions) -> in
         if job.problem is None:
             report_error(_build_error(job.ended, job.exit_code), as_json=as_json, exit_code=code)
         return code
+    _print_separator(request)
     request.print_run(job.trace, job.document)
     return int(ExitCode.DOES_NOT_FIT) if job.ended is EndReason.REFUSED else code or choose_exit_code(job.document)
+
+
+def _print_separator(request: RunOptions) -> None:
+    """Print a line between what the script has printed and the report, on a terminal, which shows both."""
+    if sys.stdout.isatty() and not (request.as_json or request.quiet):
+        echo("─" * shutil.get_terminal_size().columns)
 
 
 _SIMULATION_GAP_HINT = (

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import ReadingOptions, reuse_option
-from memprof.cli.output import FullReportOptions, choose_exit_code, print_json, print_report
+from memprof.cli.output import RunReportOptions, choose_exit_code, print_json, print_report
 from memprof.cli.streams import echo
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(FullReportOptions):
+class ShowOptions(RunReportOptions):
     """Options of `memprof show`: allocator settings, GPU and rank of the report."""
 
     alloc_conf: str | None = reuse_option("alloc_conf", unset="those of the run")

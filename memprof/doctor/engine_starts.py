@@ -213,7 +213,9 @@ def _list_changes(budget: EngineBudget) -> Iterator[BudgetChange]:
     total, utilization = budget.total_bytes, budget.utilization
     if total is not None and utilization is not None:
         missing = max(-cache, 0) / total
-        target = 0.95 if utilization < 0.95 and not missing else math.ceil((utilization + missing) * 100 + 1) / 100
+        target = 0.95
+        if missing:  # A hundredth beyond what is missing, for some cache.
+            target = math.ceil((utilization + missing) * 100 + 1) / 100
         if utilization < target <= _MAX_UTILIZATION:
             gained = int((target - utilization) * total)
             yield make(f"--gpu-memory-utilization {target:g}", cache + gained, "less is left to others")

@@ -31,6 +31,11 @@ def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
     return needs is not None and needs.fits and not context.ledger.run.fits
 
 
+def describe_cure(context: Context) -> str:
+    """Return what is known of a run that would fit with a change: of one that memory ended not what comes later."""
+    return "the run gets past this point" if context.ledger.trace.ended_out_of_memory else "the run fits"
+
+
 def effect_evidence(context: Context, needs: MemoryNeeds) -> Evidence:
     """Return evidence that compares `needs`, of `compute_needs_without`, with what the run needs."""
     ledger = context.ledger

@@ -231,14 +231,16 @@ def holder_key(holder: Holder | None) -> tuple[object, ...]:
 
 @cache_per_context
 def find_growing_storages(context: Context) -> frozenset[int]:
-    """Return the storages that accumulate over training steps, with the counterparts in a step that has not ended, and
-    without those of models that are built later."""
+    """Return the storages that accumulate over training steps, with their counterparts before the first step's forward
+    and in a step that has not ended, and without those of models that are built later."""
     trace = context.ledger.trace
     leaks = [leak for group in find_step_leaks(context).values() for leak in group if not is_of_model(trace, leak)]
     growing = {index for leak in leaks for index in leak.storages}
     keys = {leak.key for leak in leaks}
-    later = range(max(growing, default=len(trace.storages)) + 1, len(trace.storages))
-    return frozenset(growing.union(index for index in later if make_key(trace, index) in keys))
+    if not growing:
+        return frozenset()
+    outside = (*range(min(growing)), *range(max(growing) + 1, len(trace.storages)))
+    return frozenset(growing.union(index for index in outside if make_key(trace, index) in keys))
 
 
 def is_of_model(trace: Trace, leak: LeakGroup) -> bool:
@@ -326,8 +328,7 @@ def leak_evidence(trace: Trace, leaks: Sequence[LeakGroup], unit: str) -> list[E
 
 def _make_group_evidence(trace: Trace, leak: LeakGroup, unit: str) -> Evidence:
     """Return evidence of one leak: its largest tensor, source line, bytes per `unit`, and number of live tensors."""
-    # The largest, the last of equal ones: one line may join logits, labels and losses.
-    largest = max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    largest = _find_largest(trace, leak)
     storage = trace.storages[largest]
     module = module_pattern(trace, storage)
     in_module = f"in {module} " if module else ""
@@ -337,6 +338,17 @@ def _make_group_evidence(trace: Trace, leak: LeakGroup, unit: str) -> Evidence:
         f"{plural(len(leak.storages), 'tensor')} live at the last"
     )
     return tensor_evidence(trace, largest, text, num_bytes=leak.bytes_each)
+
+
+def _find_largest(trace: Trace, leak: LeakGroup) -> int:
+    """Return the largest storage of a leak, the last of equal ones: one line may join logits, labels and losses."""
+    return max(leak.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+
+
+def describe_tensor(trace: Trace, leak: LeakGroup) -> str:
+    """Return shape, dtype and line of the largest tensor of a leak."""
+    storage = trace.storages[_find_largest(trace, leak)]
+    return f"{format_shape(storage.shape)} {storage.dtype} of {file_and_line(trace.source_line(storage))}"
 
 
 def exhaustion_evidence(context: Context, bytes_each: int, unit: str) -> Evidence | None:

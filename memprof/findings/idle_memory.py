@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_without, describe_cure, effect_evidence, is_decisive
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
@@ -151,8 +151,14 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     fix = "delete the model and its optimizer, or move them to the host"
     if num_models > 1:
-        each = sum(trace.storages[index].num_bytes for index in models) // num_models
-        what = f"{num_models} models built one after another, {format_bytes(each)} each with what belongs to it"
+        each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
+        if len({trace.owners[index].name for index in parameters}) == len(parameters):
+            source = _find_own_line(trace, parameters[-1])
+            place = "" if source is None else f" at {file_and_line(source)}"
+            what = f"{num_models} sets of parameters added to one model one after another{place}, {each} each"
+            fix = "remove each set from the model after its use (PEFT: model.delete_adapter(NAME))"
+            return [_Group(what, fix, source, list(models), is_model=True)]
+        what = f"{num_models} models built one after another, {each} each with what belongs to it"
     elif replaced:
         models = sorted(replaced)
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
@@ -165,6 +171,12 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     holder = find_idle_holder(trace, parameters)
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     return [_Group(f"{what}{by}", fix, None if holder is None else holder.source, list(models), is_model=True)]
+
+
+def _find_own_line(trace: Trace, index: int) -> str | None:
+    """Return the line of the program's own code that led to the allocation of a storage, of a library's else."""
+    callers = trace.list_callers(index)
+    return trace.source_at(callers[0].source) if callers else trace.source_line(trace.storages[index])
 
 
 def _make_error_groups(trace: Trace) -> list[_Group]:
@@ -196,9 +208,9 @@ def _count_models(context: Context, parameters: Iterable[int]) -> int:
     """Return the number of models that `parameters` belong to: those of one line and shape, between which the program
     has computed."""
     trace, births = context.ledger.trace, context.lifetimes.births
-    computed = sorted(
-        {time for time, phase in context.phases if phase.kind.computes}.union(forward.end for forward in trace.forwards)
-    )
+    # A forward that begins without a call only makes tensors, as between the parameters that are added to a model.
+    trained = {time for time, phase in context.phases if phase.kind in (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)}
+    computed = sorted(trained.union(forward.end for forward in trace.forwards))
     rounds: dict[tuple[object, ...], set[int]] = defaultdict(set)
     for index in parameters:
         key = (*make_key(trace, index), trace.storages[index].shape, trace.storages[index].dtype)
@@ -301,7 +313,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     where = _format_last_use(context, max(frees.values()))
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
-        f"{'; without it the run fits' * is_decisive(context, needs)}"
+        f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
     )
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),

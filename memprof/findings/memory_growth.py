@@ -5,7 +5,13 @@ from __future__ import annotations
 import bisect
 
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_with_frees, compute_needs_without, effect_evidence, is_decisive
+from memprof.findings.effect import (
+    compute_needs_with_frees,
+    compute_needs_without,
+    describe_cure,
+    effect_evidence,
+    is_decisive,
+)
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
@@ -13,6 +19,7 @@ from memprof.findings.growth import (
     CYCLE_FIXES,
     MIN_STEP_BYTES,
     LeakGroup,
+    describe_tensor,
     find_holder_keys,
     find_step_leaks,
     format_holders,
@@ -97,7 +104,8 @@ def _make_finding(
     return Finding(
         "memory-growth",
         severity,
-        _format_title(holder, per_step, num_steps) + "; without them the run fits" * is_decisive(context, needs),
+        # Of a run that memory ended too: the steps that would follow add as much as these.
+        _format_title(trace, holder, leaks, num_steps) + "; without them the run fits" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),
         (),
@@ -150,7 +158,7 @@ def _make_finding_until_peak(
     return Finding(
         "memory-growth",
         _grade(per_round, is_cause=is_decisive(context, needs)),
-        title + "; without them the run fits" * is_decisive(context, needs),
+        title + f"; without them {describe_cure(context)}" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),
         (),
@@ -172,12 +180,14 @@ def _make_backward_evidence(trace: Trace) -> Evidence:
     return Evidence(text, source=source)
 
 
-def _format_title(holder: Holder | None, bytes_per_step: int, num_steps: int) -> str:
-    kept_by = format_holders(holder)
+def _format_title(trace: Trace, holder: Holder | None, leaks: list[LeakGroup], num_steps: int) -> str:
+    kept_by, bytes_per_step = format_holders(holder), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
-    return f"{growth_text}: tensors of each step stay alive{kept_by}"
+    largest = max(leaks, key=lambda leak: leak.bytes_each)
+    kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each >= bytes_per_step else ""
+    return f"{growth_text}: tensors of each step stay alive{kind}{kept_by}"
 
 
 def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup]) -> Evidence:

@@ -40,4 +40,4 @@ def _find_adamw8bit() -> tuple[str, Callable[..., Any]]:
             return package, importlib.import_module(f"{package}.optim").AdamW8bit
         except (ImportError, AttributeError):
             continue
-    raise not_installed("8-bit-optimizer needs bitsandbytes or torchao", "neither is installed", "quantization")
+    raise not_installed("8-bit-optimizer needs bitsandbytes or torchao", "neither is installed", "bitsandbytes")

@@ -166,4 +166,4 @@ def _import_bitsandbytes(fix: str) -> Any:
     try:
         return import_quietly("bitsandbytes")
     except ImportError as error:
-        raise not_installed(f"{fix} needs bitsandbytes", first_line(error), "quantization") from None
+        raise not_installed(f"{fix} needs bitsandbytes", first_line(error), "bitsandbytes") from None

@@ -82,7 +82,7 @@ def set_8_bit_optimizer(spec: TargetSpec, fix: Fix, value: Any, target: Target) 
         raise make_error(fix, f"--optimizer {spec.optimizer}", "it stands for AdamW")
     optimizer = find_8_bit_optimizer()
     if optimizer is None:
-        raise not_installed(f"{fix.name} needs bitsandbytes or torchao", "neither is installed", "quantization")
+        raise not_installed(f"{fix.name} needs bitsandbytes or torchao", "neither is installed", "bitsandbytes")
     return spec.edit(optimizer=optimizer, optimizer_impl=None)
 
 

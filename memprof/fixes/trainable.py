@@ -50,7 +50,7 @@ def install_lora(
     try:
         peft = import_quietly("peft")
     except ImportError as error:
-        raise not_installed("lora needs PEFT", first_line(error), "adapters") from None
+        raise not_installed("lora needs PEFT", first_line(error), "peft") from None
     check_at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)

@@ -58,7 +58,7 @@ class EngineBudget(JsonValue):
     num_tokens_high: int | None = None
     longest_context: int | None = None  # Longest context_length with which the engine starts.
     concurrency: float | None = None  # Requests of context_length tokens that the KV cache holds at once.
-    asked_concurrency: int | None = None  # Requests of context_length tokens that were asked for at once.
+    requested_concurrency: int | None = None  # Requests of context_length tokens that were requested at once.
     least_gpus: int | None = None  # Least number of these GPUs that starts with what was asked.
     refusal: str = ""  # The engine's message if it does not start; empty: it starts.
     changes: tuple[BudgetChange, ...] = ()  # Most tokens first.

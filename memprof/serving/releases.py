@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from memprof.errors import UsageError
+
 LATEST_VLLM = "0.33.0"
-OLDEST_VLLM = (0, 10)
+OLDEST_VLLM = (0, 8)
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 # How the sampler's dummy run selects tokens; it decides the peak of most profile runs.
 SORT, TRITON, FLASHINFER = "sort", "triton", "flashinfer"
 
@@ -28,10 +31,12 @@ class VllmRules:
         _scoped_allocator_max_split, since 0.21), so that what a segment has beyond a large tensor stays unused."""
         return self.release >= (0, 21)
 
-    @property
-    def subtracts_graphs(self) -> bool:
+    def subtracts_graphs(self, *, is_moe: bool) -> bool:
         """Return whether estimated CUDA graphs are subtracted before the KV cache is sized: the default of
-        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate."""
+        VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate. The
+        V2 model runner estimates none before 0.29 (v1/worker/gpu/model_runner.py, profile_cudagraph_memory)."""
+        if self.release < (0, 29) and self.uses_second_runner(is_moe=is_moe):
+            return False
         return self.release >= (0, 20)
 
     @property
@@ -65,7 +70,7 @@ class VllmRules:
 
     def uses_second_runner(self, *, is_moe: bool) -> bool:
         """Return whether the V2 model runner is the default (vllm/config/vllm.py, use_v2_model_runner): for all models
-        since 0.28, and since 0.25 for dense ones."""
+        since 0.29, and since 0.25 for dense ones."""
         return self.release >= (0, 29) or (self.release >= (0, 25) and not is_moe)
 
     @property
@@ -124,6 +129,13 @@ class VllmRules:
 
 
 def read_vllm_rules(release: str | None = None) -> VllmRules:
-    """Return the rules of a release such as "0.19.0"; None: the latest whose source was read."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", release or LATEST_VLLM)
-    return VllmRules(tuple(int(part or 0) for part in match.groups()) if match else (0, 33, 0))
+    """Return the rules of a release such as "0.19.0"; None: of the latest whose source was read. Raises UsageError:
+    `release` is none, or older than the V1 engine."""
+    match = _RELEASE.match(release or LATEST_VLLM)
+    if match is None:
+        raise UsageError("not a release of vLLM", value=release or "", hint="give one such as 0.19.0")
+    rules = VllmRules(tuple(int(part or 0) for part in match.groups()))
+    if rules.release < OLDEST_VLLM:
+        hint = "the rules are those of the V1 engine, the default since 0.8"
+        raise UsageError("this release of vLLM is not known here", value=release or "", hint=hint)
+    return rules

@@ -52,7 +52,8 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
     unit = (SMALL_BUFFER if is_small else large_segment) if expandable else 1
     is_limited = event.address >= -(-tried_bytes // unit) * unit  # the GPU itself had room
     missing = size - state.free_bytes - event.address
-    fragmented = not is_limited and missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
+    min_fragmented_bytes = max(1, FRAGMENTED_SHARE * state.reserved_bytes)
+    fragmented = not is_limited and missing <= 0 and state.free_bytes >= min_fragmented_bytes
     reasons = [
         f"{format_bytes(event.size)} were requested; the GPU had {format_bytes(event.address)} free",
         f"torch held {format_bytes(state.reserved_bytes)}, {format_bytes(state.used_bytes)} of it in use and "
@@ -80,6 +81,8 @@ def _explain_oom_event(recording: Recording, index: int) -> OutOfMemoryEvent:
         )
     elif missing > 0:
         reasons.append(f"not fragmentation: even with the whole cache {format_bytes(missing)} would have been missing")
+    elif not state.free_bytes:
+        reasons.append(f"torch asks the GPU for a segment of {format_bytes(tried_bytes)}, which is more than is free")
     else:
         share = 100 * state.used_bytes / state.reserved_bytes
         reasons.append(

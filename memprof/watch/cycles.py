@@ -19,7 +19,7 @@ import torch
 
 from memprof.trace.events import CycleKind
 from memprof.watch.graph import collect_nodes
-from memprof.watch.program_code import is_program
+from memprof.watch.program_code import is_memprof_class, is_program
 from memprof.watch.source_lines import find_attribute_line, find_class_line, find_line, format_code_line
 
 MAX_STARTS = 64  # objects from which a cycle is looked for: the oldest tensors, and what refers to them
@@ -64,9 +64,7 @@ def _list_starts(tensors: Sequence[torch.Tensor]) -> list[Any]:
         found = gc.get_referrers(*level)
         ignored.add(id(found))
         level = [
-            value
-            for value in found
-            if id(value) not in starts and id(value) not in ignored and not issubclass(type(value), _IGNORED_TYPES)
+            value for value in found if id(value) not in starts and id(value) not in ignored and not _is_ignored(value)
         ]
         if not level or len(starts) >= MAX_STARTS:
             break
@@ -107,8 +105,14 @@ def _iterate_references(value: Any) -> Iterator[Any]:
     else:
         parts = gc.get_referents(value)
     for part in parts:
-        if part is not None and not issubclass(type(part), _IGNORED_TYPES):
+        if part is not None and not _is_ignored(part):
             yield part
+
+
+def _is_ignored(value: Any) -> bool:
+    """Return whether `value` leads out of the program's data, or is memprof's own."""
+    kind = type(value)
+    return issubclass(kind, _IGNORED_TYPES) or (is_memprof_class(kind) and not issubclass(kind, torch.Tensor))
 
 
 def _read_grad(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -29,6 +29,12 @@ def is_program_class(kind: type) -> bool:
     return file_name is not None and is_program_file(file_name)
 
 
+def is_memprof_class(kind: type) -> bool:
+    """Return whether the class `kind` is memprof's own, and not of a workload, which counts as a program."""
+    file_name = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return file_name.startswith(MEMPROF_DIR) and not file_name.startswith(WORKLOAD_DIR)
+
+
 def is_own_file(file_name: str) -> bool:
     """Return whether the file `file_name` is of the program itself: not of an installed library, nor of memprof."""
     return is_program_file(file_name) and "-packages" not in file_name and not file_name.startswith(MEMPROF_DIR)

@@ -26,9 +26,7 @@ def require_peft() -> None:
     try:
         import_quietly("peft")
     except ImportError as error:
-        raise not_installed(
-            "--adapter needs PEFT", f"{type(error).__name__}: {first_line(error)}", "adapters"
-        ) from None
+        raise not_installed("--adapter needs PEFT", f"{type(error).__name__}: {first_line(error)}", "peft") from None
 
 
 _TARGETS_EXAMPLE = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"

@@ -27,9 +27,7 @@ def import_required(module: str) -> Any:
         return import_quietly(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise not_installed(
-            f"{package} is needed", f"{type(error).__name__}: {first_line(error)}", "quantization"
-        ) from None
+        raise not_installed(f"{package} is needed", f"{type(error).__name__}: {first_line(error)}", package) from None
 
 
 def import_quietly(module: str) -> Any:

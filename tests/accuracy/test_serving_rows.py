@@ -38,3 +38,8 @@ def test_starts_are_told_from_refusals(rows: list[Comparison]) -> None:
     judged = [row for row in rows if row.starts is not None and row.is_exclusive]
     assert len(judged) >= 25
     assert sum(row.starts is row.started for row in judged) >= 0.95 * len(judged)
+
+
+def test_the_band_holds_nine_of_ten(rows: list[Comparison]) -> None:
+    inside = [row.is_in_band for row in rows if row.is_in_band is not None and row.is_exclusive]
+    assert sum(inside) >= 0.9 * len(inside)

@@ -38,7 +38,7 @@ def test_a_log_beyond_the_ceiling_is_named(memprof: Callable[..., Any], log: Pat
     def fill(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("memprof.doctor.diagnose", fill)
+    monkeypatch.setattr("memprof.doctor.diagnose_log", fill)
     done = memprof("doctor", log, "--max-memory", "4GiB")
     assert done.exit_code == 2 and f"value: {log} (over 4.00 GiB)" in done.stderr
     assert "value: standard input" in memprof("doctor", "-").stderr

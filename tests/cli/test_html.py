@@ -253,4 +253,18 @@ def test_plotly_is_asked_for_before_the_run(made, memprof, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     done = memprof("show", made.folder / "run.memprof", "--html", made.folder / "none.html")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "pip install 'memprof[html]'" in done.stderr
+    assert "pip install 'plotly>=6'" in done.stderr
+
+
+def test_a_picture_of_a_capture_and_of_a_report_in_json(made, memprof, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.report), encoding="utf-8")
+    for file, picture in ((made.folder / "run.memprof", "a.svg"), (tmp_path / "run.json", "b.svg")):
+        done = memprof("show", file, "--image", tmp_path / picture)
+        assert (done.exit_code, done.stderr) == (0, f"Picture: {tmp_path / picture}\n")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["run.jpg", "run", "png"])
+def test_a_picture_of_another_kind_is_refused_before_the_run(memprof, tmp_path, name):
+    done = memprof("profile", "--model", "gpt2", "--image", tmp_path / name)
+    assert (done.exit_code, done.stdout) == (2, "") and ".png or .svg" in done.stderr

@@ -71,6 +71,11 @@ CODE_MEANINGS = {
     "--lora-dropout": "before the adapter", "--activation-checkpointing": "activations are computed again",
     "--npt": "a weight delta for each token", "--npt-rank": "of it", "--npt-layers": "where", "--npt-chunk": "tokens",
     "--npt-num-ranks": "updates of rank 1", "--npt-combine": "how they are summed", "--npt-init": "how they begin",
+    # What serves it.
+    "--engine": "which inference engine", "--engine-release": "of the engine", "--concurrency": "requests at once",
+    "--memory-utilization": "fraction of the GPU for an engine", "--kv-cache-dtype": "format of keys and values",
+    "--max-num-seqs": "requests of a step of an engine", "--max-num-batched-tokens": "tokens of a step of an engine",
+    "--gguf-type": "format of a GGUF file",
     # On what.
     "--gpu": "which GPU", "--gpu-vram": "a GPU of this capacity", "--gpus": "how many GPUs",
     "--nodes": "how many machines", "--rank": "which of several processes",
@@ -93,8 +98,8 @@ CODE_MEANINGS = {
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
-    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--explain": "what it rests on",
-    "--full": "all of a report",
+    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--image": "as a picture",
+    "--explain": "what it rests on", "--full": "all of a report",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
     "--log": "a line for each look",
     "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.cli.conftest import TRAIN
+from tests.cli.terminal import Terminal
 from tests.lanes import by_day
 from tests.processes import ROOT, Done, python
 
@@ -33,6 +34,15 @@ def test_in_a_process_of_its_own(script):
     assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
     assert "train.py 256 32 --debug: stopped after 2 training steps, before any" in done.stdout
     assert "step 1 (total)" in done.stdout and "optimizer step" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "is_divided"), [((), True), (("-q",), False)])
+def test_on_a_terminal_a_line_divides_the_scripts_words_from_the_report(script, arguments, is_divided):
+    terminal = Terminal([sys.executable, "-m", "memprof", "run", *arguments, script(), "64", "8"], {**os.environ})
+    terminal.wait(120)
+    lines = [line for line in terminal.screen.text.splitlines() if line.strip()]
+    first = next(index for index, line in enumerate(lines) if line.startswith("Fits"))
+    assert (set(lines[first - 1].strip()) == {"─"}) == is_divided
 
 
 def test_json_alone_on_stdout(script):

@@ -10,6 +10,7 @@ import pytest
 
 from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.finding import Suggestion
+from memprof.fixes.catalog import FIXES
 from memprof.flows.saved_files import load_json
 from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
@@ -101,11 +102,29 @@ def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
 
 def test_a_change_that_does_not_fit_is_suggested_only_where_none_does() -> None:
     report = document(2048 * MIB)
-    changes = {f: Suggestion(f"text of {f}", f, size, fits, 1) for f, size, fits in (("a", 1, False), ("b", 2, True))}
-    one, other = (finding("x", Severity.WARNING, suggestions=(change,)) for change in changes.values())
-    assert "text of a" in with_findings(report, one)
+    changes = (Suggestion("compile: needs 1", "compile", 1, False, 1), Suggestion("lora: needs 2", "lora", 2, True, 1))
+    one, other = (finding("x", Severity.WARNING, suggestions=(change,)) for change in changes)
+    assert "- --fix compile (" in with_findings(report, one)
     text = with_findings(report, one, other)
-    assert "text of b" in text and "text of a" not in text
+    assert "- --fix lora (" in text and "compile (" not in text
+
+
+def test_a_fix_says_what_it_changes_and_a_change_of_the_program_is_as_it_is() -> None:
+    fix = Suggestion("micro-batch=4: needs 1", "micro-batch=4", 1, True, 1)
+    change = Suggestion("use cdist: needs 2", None, 2, True, 1)
+    text = with_findings(document(2048 * MIB), finding("x", Severity.WARNING, suggestions=(fix, change)))
+    assert f"- --fix micro-batch=4 ({FIXES['micro-batch'].changes}): needs 1\n" in text
+    assert "- use cdist: needs 2\n" in text
+
+
+def test_the_line_to_change_is_quoted_where_its_file_is_as_it_was_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = 1\nkept.append(out)\n", encoding="utf-8")
+    fixes = tuple(Evidence("fix: drop it", source=source) for source in ("train.py:2 main", "gone.py:2 main"))
+    report = replace(document(2048 * MIB), findings=(finding("x", Severity.WARNING, evidence=fixes),))
+    lines = [line.strip() for line in to_text(render(report, code_folder=tmp_path), 200).splitlines()]
+    assert lines[lines.index("- train.py:2: drop it") + 1] == "kept.append(out)"
+    assert lines[lines.index("- gone.py:2: drop it") + 1].startswith("- ")
+    assert "kept.append" not in to_text(render(report), 200)
 
 
 def test_the_tensor_that_is_refused_has_its_line() -> None:
@@ -114,7 +133,7 @@ def test_the_tensor_that_is_refused_has_its_line() -> None:
 
 
 def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:
-    change = Suggestion("text of the change", "a", 1, True, 1)
+    change = Suggestion("text of the change", None, 1, True, 1)
     cause = finding("fragmentation", Severity.WARNING, is_decisive=True, suggestions=(change,))
     other = finding("x", Severity.WARNING, evidence=(Evidence("fix at train.py:3: delete it"),))
     assert "text of the change" in with_findings(document(2048 * MIB), cause, other)

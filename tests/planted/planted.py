@@ -28,6 +28,7 @@ from tests.processes import python
 
 FOLDER = Path(__file__).resolve().parent / "programs"
 _MIB = 1 << 20
+CAUSES = ("memory-growth", "idle-memory", "evaluation-accumulates")  # findings that name one line of the program
 _KEYS = {"fits", "exit", "step", "grows", "run", "ends", "why", "known"}
 _FITS = {"yes": True, "no": False, "none": None}
 
@@ -106,10 +107,23 @@ class Told:
 
     def names(self, line: str) -> bool:
         """Whether the first finding or the failure is about a line, `file.py:12`."""
-        texts = [json.dumps(self.report.get("failure"))]
-        for finding in self.report.get("findings", ())[:1]:
-            texts += [finding["title"], *(f"{one['text']} {one['source']}" for one in finding["evidence"])]
-        return any(re.search(rf"\b{re.escape(line)}\b", text) for text in texts)
+        first = self.report.get("findings", ())[:1]
+        return is_about(json.dumps(self.report.get("failure")), line) or any(is_about(one, line) for one in first)
+
+    def list_other_causes(self, line: str | None) -> list[str]:
+        """Return the titles of the findings that name another line than `line` as a cause."""
+        causes = (one for one in self.report.get("findings", ()) if one["id"] in CAUSES and one["severity"] != "note")
+        titles = [one["title"] for one in causes if line is None or not is_about(one, line)]
+        return [title for title in titles if re.search(r"\.py:\d", title)]
+
+
+def is_about(found: Any, line: str) -> bool:
+    """Whether a finding, or a text, is about a line, `file.py:12`."""
+    if isinstance(found, str):
+        return re.search(rf"\b{re.escape(line)}\b", found) is not None
+    return any(
+        is_about(text, line) for text in (found["title"], *(f"{e['text']} {e['source']}" for e in found["evidence"]))
+    )
 
 
 def run(program: Planted, *options: str, folder: Path) -> Told:
@@ -134,6 +148,8 @@ def wrong(program: Planted, told: Told) -> list[str]:
         found.append(f"grows by {told.growth_bytes:,} bytes a step, not {program.grows_bytes:,}")
     if program.culprit and told.names(program.culprit) is program.known:
         found.append(f"{program.culprit} is named" if program.known else f"not first: {program.culprit}")
+    if not program.known:
+        found += [f"also told: {title}" for title in told.list_other_causes(program.culprit)]
     if not program.culprit and not program.grows_bytes and told.grows:
         found.append("memory that does not grow is said to")
     return found

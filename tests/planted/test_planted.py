@@ -41,7 +41,12 @@ LEAK = Planted(
     known=False,
 )
 GROWTH = {"bytes_per_step": 64 << 20, "steps_seen": 8, "program_steps": 60, "runs_out_step": 20}
-FINDING = {"id": "memory-growth", "title": "kept by list `outputs` (leak.py:7)", "evidence": []}
+FINDING = {
+    "id": "memory-growth",
+    "severity": "warning",
+    "title": "kept by list `outputs` (leak.py:7)",
+    "evidence": [],
+}
 
 
 def told(*, exit_code=3, fits=False, growth=GROWTH, findings=(FINDING,)):
@@ -79,7 +84,14 @@ def test_a_line_that_is_known_not_to_be_named():
 def test_growth_where_there_is_none():
     steady = dataclasses.replace(LEAK, fits=True, exit_code=0, step=None, grows_bytes=None, culprit=None)
     answer = told(exit_code=0, fits=True, growth=None)
-    assert wrong(steady, answer) == ["memory that does not grow is said to"]
+    assert wrong(steady, answer) == [f"also told: {FINDING['title']}", "memory that does not grow is said to"]
+
+
+def test_another_line_beside_the_right_one() -> None:
+    other = {**FINDING, "id": "idle-memory", "title": "`noise` (leak.py:3) is unused"}
+    assert wrong(LEAK, told(findings=(FINDING, other))) == ["also told: `noise` (leak.py:3) is unused"]
+    assert not wrong(LEAK, told(findings=(FINDING, {**other, "severity": "note"})))
+    assert not wrong(LEAK, told(findings=(FINDING, {**other, "title": "gradients are unused"})))
 
 
 @pytest.mark.parametrize(

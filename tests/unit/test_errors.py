@@ -41,9 +41,9 @@ def test_the_text_of_any_exception() -> None:
 
 
 def test_what_is_not_installed() -> None:
-    error = not_installed("Parquet needs pyarrow", "a.parquet", "parquet", ", or write JSON Lines")
+    error = not_installed("Parquet needs pyarrow", "a.parquet", "pyarrow", ", or write JSON Lines")
     assert (error.exit_code, error.value) == (2, "a.parquet")
-    assert error.hint == "pip install 'memprof[parquet]', or write JSON Lines"
+    assert error.hint == "pip install 'pyarrow>=17', or write JSON Lines"
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ def complete_budget(
     if starting is None and least is not None:
         starting = replace(options, tensor_parallel=least)
     return replace(
-        budget, changes=tuple(rows[:_MAX_CHANGES]), asked_concurrency=options.concurrency, least_gpus=least,
+        budget, changes=tuple(rows[:_MAX_CHANGES]), requested_concurrency=options.concurrency, least_gpus=least,
         command="" if starting is None else make_command(flags, model_id, starting),
     )  # fmt: skip
 
 
 def _serves(budget: EngineBudget, options: ServingOptions) -> bool:
-    """Return whether the engine starts and holds the requests that were asked for."""
+    """Return whether the engine starts and holds the requested number of requests."""
     return budget.starts and (options.concurrency is None or (budget.concurrency or 0) >= options.concurrency)
 
 

@@ -65,7 +65,7 @@ def compute_llama_cpp_budget(model: ServedModel, gpu: Gpu, options: ServingOptio
         profile_peak_bytes=compute, profile_peak_reason="logits and hidden states of a batch in float32",
         kv_cache_bytes=cache * num_layers // len(layers), num_tokens=length * sequences,
         longest_context=min(longest, model.max_positions),
-        concurrency=float(sequences), asked_concurrency=options.concurrency,
+        concurrency=float(sequences), requested_concurrency=options.concurrency,
         refusal=refusal, command=command, assumptions=_ASSUMPTIONS,
         changes=tuple(_list_changes(model, gpu, options, gguf_type, cache)),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 _QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _QWEN_MAX_TOKENS = 16384  # Of one image: max_pixels of the published processors, in merged patches.
+_LLAVA_TILES = 10  # Of the largest entry of image_grid_pinpoints in published configurations.
 _GEMMA4_POSITIONS = 10240  # Rows of the position table in each direction (transformers, Gemma4VisionConfig).
 
 
@@ -60,6 +61,13 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
         rest = (3 * patch**2 + 1 + (size // patch) ** 2 + 3 + decoder_hidden) * hidden
         tokens = config.get("mm_tokens_per_image") or 256
         return ImageEncoder(hidden, width, layers, (size // patch) ** 2, tokens, 3 * size**2, layers * per_layer + rest)
+    if kind == "llava_next":  # SigLIP or CLIP, on an image and its tiles
+        size = vision.get("image_size") or 336
+        patches, tiles = (size // patch) ** 2, 1 + _LLAVA_TILES
+        per_layer = attention + 2 * hidden * width + 9 * hidden + width
+        rest = (3 * patch**2 + patches + 3) * hidden + (hidden + decoder_hidden) * decoder_hidden
+        tokens, pixels = tiles * patches, tiles * 3 * size**2
+        return ImageEncoder(hidden, width, layers, tiles * patches, tokens, pixels, layers * per_layer + rest)
     if kind == "mistral3":  # Pixtral, with a projector that merges 2 x 2 patches
         size, merge = vision.get("image_size") or 1540, config.get("spatial_merge_size") or 2
         side = size // patch

@@ -4,7 +4,6 @@ is the KV cache (v1/worker/gpu_worker.py, determine_available_memory)."""
 from __future__ import annotations
 
 from memprof.device.catalog import Gpu
-from memprof.errors import UsageError
 from memprof.estimate.serving.cache import CacheLayout, build_layout
 from memprof.estimate.serving.graphs import estimate_graph_bytes
 from memprof.estimate.serving.model import ServedModel
@@ -26,7 +25,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     Raises UsageError: the release has no V1 engine, the model's heads cannot be divided over the GPUs, or an option is
     not known.
     """
-    rules = _read_rules(options.release)
+    rules = read_vllm_rules(options.release)
     total = options.total_bytes or gpu.total_bytes
     seqs, tokens, length = _choose_limits(model, gpu, options, rules, total)
     weight_format = find_weight_format(model, options.quantization)
@@ -43,7 +42,7 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
     outside = options.outside_torch_bytes
     outside = estimate_outside_torch(gpu, rules, tp) if outside is None else outside
     graphs = None
-    if rules.subtracts_graphs and not options.is_eager:
+    if rules.subtracts_graphs(is_moe=bool(model.experts)) and not options.is_eager:
         graphs = estimate_graph_bytes(model, gpu, options.kv_cache_dtype, seqs)
     utilization = options.utilization or rules.default_utilization
     available = int(total * utilization) - weights - outside - peak.num_bytes - (graphs or 0)
@@ -64,16 +63,8 @@ def compute_vllm_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -
         num_tokens=count, num_tokens_low=max(count - margin, 0), num_tokens_high=count + margin,
         longest_context=layout.find_longest(available, model.max_positions),
         concurrency=layout.compute_concurrency(available, length), refusal=refusal,
-        assumptions=_list_assumptions(rules),
+        assumptions=_list_assumptions(rules, gpu),
     )  # fmt: skip
-
-
-def _read_rules(release: str | None) -> VllmRules:
-    rules = read_vllm_rules(release)
-    if rules.release < (0, 8):
-        hint = "the rules are those of the V1 engine, the default since 0.8"
-        raise UsageError("this release of vLLM is not known here", value=release or "", hint=hint)
-    return rules
 
 
 def _choose_limits(
@@ -114,9 +105,12 @@ def _find_refusal(
     return ""
 
 
-def _list_assumptions(rules: VllmRules) -> tuple[str, ...]:
-    release = ".".join(map(str, rules.release))
+def _list_assumptions(rules: VllmRules, gpu: Gpu) -> tuple[str, ...]:
+    latest = read_vllm_rules()
+    release = ".".join(map(str, min(rules, latest, key=lambda known: known.release).release))
+    amd = ("On AMD GPUs the sampler and graphs follow other rules, which were not read.",)
     return (
+        *(amd if gpu.name.startswith("AMD") else ()),
         f"Rules of vLLM {release} as read in its source; defaults are those of `vllm serve` (the class LLM has other "
         "ones for max_num_batched_tokens).",
         "Nothing else is on the GPU; the driver's figure of total memory is the catalog's.",

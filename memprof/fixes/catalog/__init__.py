@@ -20,12 +20,12 @@ from memprof.fixes.catalog.choice import (
     script_fix_names,
 )
 from memprof.fixes.catalog.fix import VALUE, Fix, Numerics, Tier
-from memprof.fixes.catalog.packages import EXTRAS, check_installed, check_package
+from memprof.fixes.catalog.packages import check_installed, check_package
 from memprof.fixes.catalog.spreads import ALL_FIXES, BASE_PLAN, PARALLEL_FIXES
 from memprof.fixes.catalog.table import FIXES
 
 __all__ = [
-    "ALL_FIXES", "BASE_PLAN", "EXPANDABLE_SEGMENTS", "EXTRAS", "FIXES", "PARALLEL_FIXES", "VALUE", "Fix", "Numerics",
+    "ALL_FIXES", "BASE_PLAN", "EXPANDABLE_SEGMENTS", "FIXES", "PARALLEL_FIXES", "VALUE", "Fix", "Numerics",
     "Tier", "check_conflicts", "check_installed", "check_package", "find_conflict", "find_fixes", "find_fixes_for",
     "find_useless_reason", "group_options", "list_active_fixes", "list_headroom_fixes", "list_ladder", "list_tiers",
     "script_fix_names",

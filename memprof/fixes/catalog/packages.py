@@ -9,15 +9,9 @@ from memprof.errors import not_installed
 from memprof.fixes.catalog.fix import Fix
 from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
-# Package -> the extra of memprof that installs the package.
-EXTRAS = {
-    "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
-    "pyarrow": "parquet", "plotly": "html",
-}  # fmt: skip
-
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Raise UsageError, which names the extra to install, if a package that `spec` or `fixes` need is missing.
+    """Raise UsageError, which says what to install, if a package that `spec` or `fixes` need is missing.
     Packages are not imported, so their import may still fail."""
     if spec is not None:
         _check_spec(spec)
@@ -44,4 +38,4 @@ def check_package(feature: str, *alternatives: str) -> None:
     if not any(importlib.util.find_spec(package) for package in alternatives):
         names = " or ".join(alternatives)
         value = f"{names} is not installed" if len(alternatives) == 1 else "neither is installed"
-        raise not_installed(f"{feature} needs {names}", value, EXTRAS[alternatives[0]])
+        raise not_installed(f"{feature} needs {names}", value, alternatives[0])

@@ -140,7 +140,7 @@ def _read_parquet(path: Path, column: str | None, reader: _LengthReader) -> str:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
+        raise not_installed("Parquet needs pyarrow", path, "pyarrow", ", or write JSON Lines") from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:

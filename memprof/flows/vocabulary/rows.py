@@ -103,7 +103,7 @@ def read_parquet_rows(path: Path, column: str | None, tally: Tally, progress: Pr
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
+        raise not_installed("Parquet needs pyarrow", path, "pyarrow", ", or write JSON Lines") from None
     column_name = column or DEFAULT_COLUMN
     size = get_file_size(path)
     with open_source(path) as (raw, _):

@@ -169,7 +169,7 @@ class Report(DisplayedDocument):
         return self.source == "measured" and (device_option == "cpu" if is_old_report else self.bridge is None)
 
     def plot(self, kind: str = "timeline") -> Any:
-        """Return a plotly figure (`memprof[html]`): memory over the run, a treemap of the peak, or the fixes.
+        """Return a plotly figure (`plotly`): memory over the run, a treemap of the peak, or the fixes.
 
         Args:
             kind: `timeline`, `treemap` or `ladder`.

@@ -6,11 +6,13 @@ It has up to about 40 lines of 100 columns; `--full` prints the whole report.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.findings import Finding, Severity
+from memprof.findings import Finding, Severity, Suggestion
+from memprof.fixes.catalog import FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
@@ -23,6 +25,7 @@ from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories
 from memprof.report.terminal.ranks import render_gpus, render_ranks
+from memprof.report.terminal.source_code import read_code
 from memprof.report.terminal.stages import format_stage
 from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
@@ -38,8 +41,11 @@ MAX_STAGES = 8
 _MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
 
 
-def render(document: Report, *, quiet: bool = False) -> RenderableType:
-    """Return the first screen of a report; `quiet` leaves only the verdict."""
+def render(document: Report, *, quiet: bool = False, code_folder: Path | None = None) -> RenderableType:
+    """Return the first screen of a report; `quiet` leaves only the verdict.
+
+    `code_folder` is the folder in which the program was run, whose lines are quoted; None: its files may have changed.
+    """
     if quiet:
         return render_answer(document)
     total_bytes = document.device.total_bytes or 0
@@ -49,7 +55,7 @@ def render(document: Report, *, quiet: bool = False) -> RenderableType:
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, _MIN_SHARE)]
     parts += _render_causes(document)
-    parts += _render_actions(document)
+    parts += _render_actions(document, code_folder)
     parts += list(_render_tables(document)) or [_render_top_stages(document)]
     return Group(*parts, dim(_describe_rest(document)))
 
@@ -116,10 +122,13 @@ def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -
             yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))
 
 
-def _render_actions(document: Report) -> list[RenderableType]:
+def _render_actions(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
-    fixes = _list_line_fixes([*find_certain_errors(document), *_list_causes(document)])
-    lines: list[RenderableType] = [Text(f"- {fix}", style="green") for fix in fixes]
+    lines: list[RenderableType] = []
+    for fix, source in _list_line_fixes([*find_certain_errors(document), *_list_causes(document)]):
+        lines.append(Text(f"- {fix}", style="green"))
+        if source and code_folder and (code := read_code(source, code_folder)):
+            lines.append(dim(f"    {code}"))
     decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
     is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
     if not (is_solved or document.ladder):
@@ -127,21 +136,30 @@ def _render_actions(document: Report) -> list[RenderableType]:
         # Those that do not fit are of use only where none does: together with others they may.
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
-        lines += [Text(f"- {s.text}", style="green") for s in best[:MAX_SUGGESTIONS]]
+        lines += [Text(f"- {_describe_suggestion(s)}", style="green") for s in best[:MAX_SUGGESTIONS]]
     if next_step := choose_next_step(document):
         purpose, command = next_step
         lines += [Text(f"- {purpose}:"), indent(ShellCommand(command))]
     return [make_section("Do", *lines, below=1)] if lines else []
 
 
-def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the fixes in the evidence of `findings`, which begin with `fix:` or `fix at LINE:`, as `LINE: fix`."""
+def _describe_suggestion(suggestion: Suggestion) -> str:
+    """Return the text of a suggestion, after the name of its fix with what that does."""
+    if suggestion.fix is None:
+        return suggestion.text
+    changes = FIXES[suggestion.fix.partition("=")[0]].changes
+    return f"--fix {suggestion.fix} ({changes}){suggestion.text.removeprefix(suggestion.fix)}"
+
+
+def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[tuple[str, str | None]]:
+    """Yield the fixes in the evidence of `findings`, which begin with `fix:` or `fix at LINE:`, as `LINE: fix`, each
+    with its source `file:line function`."""
     for evidence in (evidence for finding in findings for evidence in finding.evidence):
         marker, _, fix = evidence.text.partition(": ")
         if marker == "fix":
-            yield f"{short_source(evidence.source)}: {fix}" if evidence.source else fix
+            yield f"{short_source(evidence.source)}: {fix}" if evidence.source else fix, evidence.source
         elif marker.startswith("fix at "):
-            yield f"{marker.removeprefix('fix at ')}: {fix}"
+            yield f"{marker.removeprefix('fix at ')}: {fix}", evidence.source
 
 
 def _render_tables(document: Report) -> Iterator[RenderableType]:
@@ -161,7 +179,8 @@ def _render_top_stages(document: Report) -> RenderableType:
     """Return a table of the stages with the highest peaks, in the order of the run."""
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
-    top = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
+    with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
+    top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
     step = choose_full_step(document)
     title = f"stage (step {step}), {unit.name} of tensors" if step else f"stage, {unit.name} of tensors"
@@ -171,7 +190,7 @@ def _render_top_stages(document: Report) -> RenderableType:
         name, fit = format_stage(row, document.device.usable_bytes, unit, is_peak=i == peak_index)
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
-    omitted = len(rows) - len(top)
+    omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)
 

@@ -21,7 +21,7 @@ def render_engine_budget(budget: EngineBudget, *, explain: bool = False, quiet: 
         sections.append([*_format_command(budget)])
         if explain:
             sections.append(["Assumptions:", *(line for text in budget.assumptions for line in _wrap(f"- {text}"))])
-        elif budget.assumptions:
+        elif budget.assumptions and budget.source != RUN:
             sections.append(["Assumptions: --explain"])
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -47,8 +47,8 @@ def _format_answer(budget: EngineBudget) -> str:
     requests = ""
     if budget.concurrency is not None and budget.context_length is not None:
         requests = f", {budget.concurrency:,.2f} requests of {budget.context_length:,} tokens at once"
-        if budget.asked_concurrency is not None and budget.concurrency < budget.asked_concurrency:
-            requests += f", of {budget.asked_concurrency:,} asked for"
+        if budget.requested_concurrency is not None and budget.concurrency < budget.requested_concurrency:
+            requests += f", of {budget.requested_concurrency:,} requested"
     return f"{engine} {verb}{model}{gpu}{tokens}{requests}."
 
 
@@ -113,7 +113,7 @@ def _format_limits(budget: EngineBudget) -> Iterator[str]:
         yield f"Longest context that starts: {budget.longest_context:,} tokens."
     if budget.least_gpus is not None:
         plural = "s" if budget.least_gpus > 1 else ""
-        yield f"Least number of these GPUs for what was asked: {budget.least_gpus} GPU{plural}."
+        yield f"Least number of these GPUs for this request: {budget.least_gpus} GPU{plural}."
     options = (("max_num_seqs", budget.max_num_seqs), ("max_num_batched_tokens", budget.max_num_batched_tokens))
     texts = [f"{name} {value:,}" for name, value in options if value is not None]
     if texts:
@@ -138,7 +138,7 @@ def _format_changes(budget: EngineBudget) -> Iterator[str]:
 
 def _format_command(budget: EngineBudget) -> Iterator[str]:
     if budget.command:
-        asked = budget.asked_concurrency
+        asked = budget.requested_concurrency
         is_enough = budget.starts and (asked is None or (budget.concurrency or 0) >= asked)
-        yield "Start it with:" if is_enough else "What starts with what was asked:"
+        yield "Start it with:" if is_enough else "What starts as requested:"
         yield f"  {budget.command}"

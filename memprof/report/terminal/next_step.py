@@ -139,7 +139,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
     if document.verdict.fits is None and is_single:
         return "the whole script", run(until_exit=True, steps=None, timeout=None)
     if is_single and document.patch is None and not (document.ladder or program.fixes) and _has_local_fix(document):
-        return "a diff with the first finding's line changed, and what it needs then", run("--suggest-patch")
+        return "this change as a diff, and what the run needs with it", run("--suggest-patch")
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
@@ -148,7 +148,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
             if any(finding.is_decisive for finding in document.findings):
-                return "whether it fits with the first finding's line changed", run()
+                return "whether it fits once that line is changed", run()
             suggested = _list_suggested_fixes(document)
             if not suggested.isdisjoint(script_fix_names()):
                 return "the fixes that make it fit at the least cost", run("--fix", "auto")

@@ -23,6 +23,7 @@ from memprof.report.terminal.console import (
 )
 from memprof.units import format_bytes, format_count, gib
 
+_MAX_RUN_MICRO_BATCHES = 2  # Of a step, in the command that checks a configuration.
 _MAX_ROWS = 10  # Rows of the table that are shown without --explain.
 
 _SINGLE_PROCESS_PLAN = "device-map"  # A plan without groups of processes (workload/plan.py).
@@ -122,7 +123,7 @@ def _render_configuration(result: recommendation.Recommendation, *, explain: boo
     if chosen is not None:
         parts += [
             Text(f"Why: {result.reason}."),
-            Text("Check", style="bold"),
+            Text("Check", style="bold").append(_describe_shorter_run(chosen), style="not bold"),
             indent(ShellCommand(chosen.command), below=1),
         ]
     if result.alternatives:
@@ -133,6 +134,13 @@ def _render_configuration(result: recommendation.Recommendation, *, explain: boo
         parts.append(make_section("How few GPUs do" if chosen is not None else "What would do", *alternatives, below=1))
     parts += _render_choices(result, explain=explain)
     return parts
+
+
+def _describe_shorter_run(chosen: recommendation.Configuration) -> str:
+    """Return a note where the command of `chosen` accumulates the gradients of fewer micro-batches."""
+    if chosen.accumulation <= _MAX_RUN_MICRO_BATCHES:
+        return ""
+    return f" (of the {chosen.accumulation} micro-batches {_MAX_RUN_MICRO_BATCHES} are run: the others need no more)"
 
 
 def _format_batches(chosen: recommendation.Configuration, result: recommendation.Recommendation) -> str:
@@ -166,7 +174,7 @@ def _format_limits(chosen: recommendation.Configuration, result: recommendation.
     transfers = (chosen.link_seconds, "between GPUs") if result.gpus > 1 else (chosen.bus_seconds, "transfers")
     yield f"step at least {_format_seconds(chosen.step_seconds)}, {_format_seconds(transfers[0])} of it {transfers[1]}"
     if result.batch:
-        note = ", on gradients of others" if chosen.accumulation > 1 else ""
+        note = " beside accumulated gradients" if chosen.accumulation > 1 else ""
         yield f"the largest {_name_batch(result)} that fits{note}: {_format_bound(result.batch)}"
     if result.context:
         yield f"the longest context that fits: {_format_context(result.context, result.max_positions)}"
@@ -207,7 +215,7 @@ def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> 
         )
         for row, moved_seconds in zip(rows, moves, strict=True)
     ]  # fmt: skip
-    moved = "of it links" if result.gpus > 1 else "of it bus"
+    moved = "in links" if result.gpus > 1 else "in transfers"
     headers = (
         ">row",
         f">{_name_batch(result)}",

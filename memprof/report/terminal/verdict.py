@@ -11,12 +11,14 @@ from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught_errors import CaughtError
 from memprof.ledger.stages import format_stage
-from memprof.report.documents.report import Report, Verdict
+from memprof.report.documents.report import Report
 from memprof.report.terminal.console import dim, make_section
 from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.units import format_bytes
+
+_MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, the rest is told apart.
 
 
 def render_answer(document: Report) -> RenderableType:
@@ -73,7 +75,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
         return _render_exhaustion(verdict.growth, document.findings, need)
     if verdict.fits and verdict.first_caught is not None:
-        return _render_fit_after_errors(verdict, verdict.first_caught, need, spare_bytes)
+        return _render_fit_after_errors(document, verdict.first_caught, need, spare_bytes)
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
@@ -163,8 +165,9 @@ def _render_fit(document: Report, need: str, spare: int) -> Text:
     return _label("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {rest}")
 
 
-def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, spare_bytes: int) -> Text:
+def _render_fit_after_errors(document: Report, first: CaughtError, need: str, spare_bytes: int) -> Text:
     """Return the verdict on a program that caught out-of-memory errors, and fits without the failed allocations."""
+    verdict, peak = document.verdict, document.peak
     num_caught = verdict.out_of_memory_caught
     first_note = "" if num_caught == 1 else ", the first"
     stage = format_stage(first.stage, first.step)
@@ -172,6 +175,8 @@ def _render_fit_after_errors(verdict: Verdict, first: CaughtError, need: str, sp
     request = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
     retries_text = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
     need_note = retries_text if verdict.retries or spare_bytes < 0 else f"{format_bytes(spare_bytes)} to spare"
+    if peak.allocated_bytes < _MAX_SHARE_OF_TENSORS * peak.reserved_bytes:  # segments that the attempts have left
+        need_note += f"; tensors take at most {format_bytes(peak.allocated_bytes)} of it, the rest is cached"
     errors_text = f"{_describe_errors(num_caught)}{first_note} in {stage}{where}, where {request}"
     sentence = f"{errors_text}; the script went on without it. What it did instead needs {need}, {need_note}."
     return _label("Fits only without what was refused", "bold yellow", sentence)

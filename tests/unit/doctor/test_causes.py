@@ -110,7 +110,7 @@ def test_the_figures_of_the_evidence(figures: MessageSizes, words: str):
         (sizes(tried=1, total=8, free=0, reserved=8 + BYTE), "spills", True),
         (sizes(tried=1, total=8, free=0, allocated=8 + BYTE), "spills", True),
         (sizes(tried=1, reserved=7, process=7), "outside torch's allocator", False),
-        (sizes(tried=1, reserved=7, process=7 + BYTE), "1 bytes of this process", True),
+        (sizes(tried=1, reserved=7, process=7 + BYTE), "1 byte of this process", True),
         (sizes(tried=1, reserved=7, process=7 + 2 * 2**-10), "2.00 MiB of this process", True),
         (sizes(tried=1, reserved=7, process=8), "NCCL", True),
         (sizes(tried=1, allocated=7, process=8), "Metal", True),

@@ -848,6 +848,16 @@ def test_what_steps_pile_up_counts_in_a_step_that_has_not_ended() -> None:
     assert find_growing_storages(b.context()) == set(made) and set(late) < set(made)
 
 
+def test_what_was_made_before_the_first_forward_counts_with_what_steps_pile_up() -> None:
+    """As the first step's noise, which is kept by a graph like that of the others."""
+    b = TraceBuilder()
+    first = b.new(MILLION, line=KEPT)
+    other = b.new(MILLION, line="train.py:8 main")
+    steps(b, 5, lambda step: b.new(MILLION, line=KEPT) and None)
+    found = find_growing_storages(b.context())
+    assert first in found and other not in found
+
+
 def test_models_that_are_built_in_training_are_no_growing_storages() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)

@@ -11,7 +11,7 @@ from memprof.findings import Finding, Severity, find_all
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.idle_memory import find
 from memprof.findings.idle_storages import awaits_backward, find_idle_storages, find_phase, find_replaced_models
-from memprof.trace.events import NONE, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
+from memprof.trace.events import NONE, Caller, CycleKind, Event, EventKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.findings.figures import all_figures
@@ -256,7 +256,7 @@ def test_after_an_error_only_as_many_as_the_variable_had_are_idle() -> None:
     b.trace.ended_out_of_memory = True
     b.trace.idle_holders.append(OUT._replace(storages=(first,)))
     (finding,) = b.find(600 * MIB)
-    assert finding.num_bytes == 100 * MIB and finding.title.endswith("without it the run fits")
+    assert finding.num_bytes == 100 * MIB and finding.title.endswith("without it the run gets past this point")
 
 
 def test_after_an_error_what_the_step_before_used_in_its_backward_is_not_idle() -> None:
@@ -457,7 +457,8 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     (finding,) = b.find(400 * MIB)
     assert finding.title == (
         "200.00 MiB stay on the GPU unused: a model that was last used before another one was built, kept by Trainer "
-        "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the run fits"
+        "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the run gets past "
+        "this point"
     )
     assert finding.evidence[0].text.endswith("before the next one is built")
 
@@ -881,6 +882,28 @@ def test_an_error_in_a_variable_is_to_be_kept_as_its_text() -> None:
     assert edits == [Edit(EditKind.KEEP_ERROR_TEXT, f"/x/train.py:{n} main", f"error{n}") for n in (1, 2)]
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_parameters_with_names_of_their_own_are_added_to_one_model(*, computes: bool) -> None:
+    """As adapters are; a forward that begins without a call only makes tensors."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.trace.sources.append("x/score.py:7 main")
+    for number in range(4):
+        b.phase(PhaseKind.MODEL)
+        weight = b.parameter(f"lora.task{number}", 25 * MIB)
+        b.trace.callers.append(Caller(weight, 0, ""))
+        b.phase(PhaseKind.FORWARD)
+        if computes:
+            b.trace.forwards.append(Forward(len(b.trace.events), len(b.trace.events), 0, 0, False, 0, ()))
+        b.use(weight)
+    for _ in range(3):
+        b.phase(PhaseKind.EVALUATION, 2)
+        b.free(b.alloc(300 * MIB))
+    exits(b)
+    titles = [finding.title for finding in b.find()]
+    sets = "400.00 MiB stay on the GPU unused: 4 sets of parameters added to one model one after another"
+    assert any(title.startswith(f"{sets} at x/score.py:7, 100.00 MiB each") for title in titles) == computes
+
+
 @pytest.mark.parametrize(
     ("second", "num_models"),
     [
@@ -897,7 +920,7 @@ def test_models_are_counted_by_parameters_that_are_made_alike(second: dict[str, 
     for step, change in enumerate(({}, second), 1):
         settings: dict[str, Any] = {"shape": (25 * MIB,), "op": "aten.empty", "line": "model.py:1 f"} | change
         weight = b.new(*settings.pop("shape"), owner=(Role.PARAMETER, "weight"), **settings)
-        b.phase(PhaseKind.FORWARD, step)
+        b.phase(PhaseKind.BACKWARD, step)
         b.use(weight)
         b.phase(PhaseKind.MODEL)
     b.phase(PhaseKind.EVALUATION, 3)

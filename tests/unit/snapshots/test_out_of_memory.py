@@ -62,6 +62,19 @@ def test_a_gpu_whose_memory_is_in_use() -> None:
     assert found.reasons[-1].endswith("and 1.25 MiB more")
 
 
+@pytest.mark.parametrize("held", [0, 20 * MIB])
+def test_a_segment_that_is_larger_than_what_is_free_is_no_fragmentation(held: int) -> None:
+    """5 MiB are served from a segment of 20 MiB, and the GPU has 15 MiB."""
+    program = Program(total_bytes=held + 15 * MIB)
+    if held:
+        program.malloc(held)
+    assert program.malloc(5 * MIB) is None
+    (found,) = refusals(program)
+    assert (found.reserved_bytes, found.cached_bytes, found.tried_bytes) == (held, 0, 20 * MIB)
+    assert not found.fragmented
+    assert found.reasons[-1] == "torch asks the GPU for a segment of 20.00 MiB, which is more than is free"
+
+
 def test_nothing_cached_and_nothing_held() -> None:
     program = Program(total_bytes=60 * MIB)
     assert program.malloc(70 * MIB) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from torch import nn
 import memprof
 from memprof.trace.events import AUTOCAST_KIND, NONE
 from memprof.virtual import VirtualGpu
+from memprof.virtual.function_mode import FunctionMode
 from memprof.watch import holders, idle
+from memprof.watch.collection import disable_garbage_collection
+from memprof.watch.cycles import find_cycle
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
 ELEMENTS = 1 << 20
@@ -135,6 +139,39 @@ def test_a_list_is_not_read_later_by_what_fills_it() -> None:
             batches.append(torch.ones(1 << 16, 64, device="cuda").add_(1))
             model(torch.ones(4, 64, device="cuda")).sum().backward()
     assert {(holder.name, holder.is_read_later) for holder in gpu.trace.idle_holders} == {("batches", False)}
+
+
+class Ring:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.ring = tensor, self
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_a_dropped_cycle_has_is_garbage_unless_another_tensor_of_it_is_kept(*, is_kept: bool) -> None:
+    """As a view in a dropped cycle, of a tensor that a variable has too."""
+    with memprof.virtual_gpu("h100-80gb") as gpu, disable_garbage_collection():
+        model = torch.nn.Linear(64, 64).cuda()
+        tensor = torch.ones(1 << 16, 64, device="cuda").add_(1)
+        Ring(tensor.view(-1))
+        if not is_kept:
+            del tensor
+        for _ in range(3):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+    (holder,) = gpu.trace.idle_holders
+    assert holder.name == ("tensor" if is_kept else "Ring.ring -> Ring.ring")
+
+
+def test_a_cycle_of_memprofs_own_objects_is_none_of_the_program(gpu: VirtualGpu) -> None:
+    """The operator that runs out of memory is on the way, and refers to all of the virtual GPU."""
+    assert find_cycle([torch.ones(4, device="cuda")], []) is None
+    mode = next(one for one in gc.get_objects() if type(one) is FunctionMode)
+    tensor = torch.ones(4, device="cuda")
+    kept = [tensor]
+    mode.kept = kept
+    try:
+        assert find_cycle([tensor], []) is None
+    finally:
+        del mode.kept
 
 
 class Session:

@@ -147,7 +147,7 @@ def test_without_peft(config, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match="--adapter needs PEFT") as refused:
         run(config, adapter="lora")
-    assert "pip install 'memprof[adapters]'" in str(refused.value)
+    assert "pip install 'peft>=" in str(refused.value)
 
 
 # -- what is not trained --------------------------------------------------------------------------------------------

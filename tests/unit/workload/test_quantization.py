@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memprof.errors import UsageError
+from memprof.errors import REQUIREMENTS, UsageError
 from memprof.flows import profile as flow
 from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
 from memprof.workload.models import find_source
@@ -112,7 +112,7 @@ def test_a_package_that_lacks(monkeypatch, package, fields):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=f"{package} is needed") as raised:
         profile(**fields)
-    assert raised.value.hint == "pip install 'memprof[quantization]'"
+    assert raised.value.hint == f"pip install '{REQUIREMENTS[package]}'"
 
 
 def test_what_an_import_has_to_say_is_not_said(tmp_path, monkeypatch, capsys):

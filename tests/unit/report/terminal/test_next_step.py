@@ -40,7 +40,7 @@ FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
 CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
 LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 f", "x")), *HELPS)
-PATCH = "a diff with the first finding's line changed, and what it needs then"
+PATCH = "this change as a diff, and what the run needs with it"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 
@@ -105,7 +105,7 @@ def limit(largest: int | None) -> LargestSearch:
         (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
-        (ran(fits=False, findings=CAUSE), ("whether it fits with the first finding's line changed", f"{RUN} {SCRIPT}")),
+        (ran(fits=False, findings=CAUSE), ("whether it fits once that line is changed", f"{RUN} {SCRIPT}")),
         (ran(fits=False, findings=LOCAL_CAUSE), (PATCH, f"{RUN} --gpu h100-80gb --suggest-patch a.py")),
         (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False), FINDINGS),

@@ -1,0 +1,100 @@
+"""Rule `larger-batch`: the batch of the step with the peak is larger than those of other steps."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.groups import fix_at, is_large
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import format_bytes
+
+LARGER_BATCH = "larger-batch"
+
+MIN_OTHER_STEPS = 3
+MIN_TIMES = 1.5  # as large as in the median of the other steps
+
+
+class _Batch(NamedTuple):
+    """One input of the step with the peak, and its counterpart in most of the other steps."""
+
+    storage: int
+    usual: int  # a storage of the median size
+    step: int
+    times: float
+
+
+@rule(58)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding; `num_bytes` is the peak minus that of all other steps. A workload's batches are its
+    spec's, which it gives one shape, or the lengths of its options."""
+    ledger, trace = context.ledger, context.ledger.trace
+    if context.spec is not None:
+        return []
+    found = max(_iterate_larger(context), key=lambda batch: trace.storages[batch.storage].num_bytes, default=None)
+    if found is None:
+        return []
+    other_bytes = _find_peak_without(context, found)
+    saved_bytes = ledger.peak_bytes - other_bytes
+    if not is_large(context, saved_bytes):
+        return []
+    storage, usual = trace.storages[found.storage], trace.storages[found.usual]
+    line = trace.source_line(storage)
+    title = (
+        f"The batch of step {found.step} is {found.times:.3g} times as large as in most steps: "
+        f"{format_shape(storage.shape)} ({file_and_line(line)}), not {format_shape(usual.shape)}; the other steps "
+        f"allocate at most {format_bytes(other_bytes)}, this one {format_bytes(ledger.peak_bytes)}"
+    )
+    evidence: list[Evidence] = [
+        fix_at(line, "limit a batch's rows or length (truncate, sort by length), or divide this one into several"),
+        tensor_evidence(trace, found.storage, f"step {found.step}: {format_shape(storage.shape)} {storage.dtype}"),
+        tensor_evidence(trace, found.usual, f"most steps: {format_shape(usual.shape)} {usual.dtype}"),
+    ]
+    severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
+    return [Finding(LARGER_BATCH, severity, title, saved_bytes, tuple(evidence), ())]
+
+
+def _iterate_larger(context: Context) -> Iterator[_Batch]:
+    """Yield the inputs of the step with the peak that are larger than their counterparts in other steps, which the same
+    operator of the same line has made."""
+    ledger, trace, births = context.ledger, context.ledger.trace, context.lifetimes.births
+    forwards = _list_forwards(context)
+    begins = [time for time, _ in forwards]
+    moment = bisect.bisect_right(begins, ledger.peak_event) - 1
+    if moment < 0:
+        return
+    peak_step = forwards[moment][1]
+    kinds: dict[tuple[object, ...], dict[int, int]] = defaultdict(dict)  # -> by step its largest storage
+    for index, owner in trace.owners.items():
+        storage = trace.storages[index]
+        next_forward = bisect.bisect_left(begins, births[index])
+        if owner.role is Role.INPUT and storage.device == trace.device and next_forward < len(forwards):
+            by_step = kinds[storage.op, storage.source, len(storage.shape), storage.dtype]
+            step = forwards[next_forward][1]
+            if step not in by_step or trace.storages[by_step[step]].num_bytes < storage.num_bytes:
+                by_step[step] = index
+    for by_step in kinds.values():
+        others = [index for step, index in by_step.items() if step != peak_step]
+        if peak_step in by_step and len(others) >= MIN_OTHER_STEPS:
+            usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in others)[1]
+            times = trace.storages[by_step[peak_step]].num_bytes / max(1, trace.storages[usual].num_bytes)
+            if times >= MIN_TIMES:
+                yield _Batch(by_step[peak_step], usual, peak_step, times)
+
+
+def _find_peak_without(context: Context, batch: _Batch) -> int:
+    """Return the most bytes allocated from the first step on, but from when `batch` is made to the end of its step."""
+    allocated, forwards = context.ledger.allocated, _list_forwards(context)
+    begin = context.lifetimes.births[batch.storage]
+    end = next((time for time, step in forwards if step > batch.step), len(allocated))
+    return max(max(allocated[forwards[0][0] : begin], default=0), max(allocated[end:], default=0))
+
+
+def _list_forwards(context: Context) -> list[tuple[int, int]]:
+    """Return the event at which each forward of training begins, and its step."""
+    return [(time, phase.step) for time, phase in context.phases if phase.kind is PhaseKind.FORWARD and phase.step]

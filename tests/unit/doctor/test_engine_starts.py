@@ -1,0 +1,144 @@
+"""Start-up logs of engines as a budget: vLLM, SGLang and llama.cpp, and what follows from their figures."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from memprof.doctor import diagnose_log
+from memprof.doctor.engine_starts import read_engine_start
+from memprof.serving.budget import LOG, EngineBudget
+from memprof.units import GIB, MIB
+
+VLLM = """\
+INFO [api_server.py:1896] vLLM API server version 0.19.0
+INFO [core.py:75] Initializing a V1 LLM engine (v0.19.0) with config: model='meta-llama/Llama-3.1-8B-Instruct', \
+dtype=torch.bfloat16, max_seq_len=8192, tensor_parallel_size=1, quantization=None, kv_cache_dtype=auto
+INFO [gpu_model_runner.py:2007] Model loading took 14.99 GiB and 20.1 seconds
+INFO [gpu_worker.py:276] Available KV cache memory: 58.11 GiB
+INFO [kv_cache_utils.py:849] GPU KV cache size: 476,000 tokens
+INFO [kv_cache_utils.py:853] Maximum concurrency for 8,192 tokens per request: 58.11x
+INFO [gpu_model_runner.py:2708] Graph capturing finished in 20 secs, took 0.91 GiB
+INFO [gpu_worker.py:600] Free memory on device (78.60/79.19 GiB) on startup. Desired GPU memory utilization is \
+(0.95, 75.23 GiB). Actual usage is 14.99 GiB for weight, 1.89 GiB for peak activation, 0.25 GiB for non-torch memory, \
+and 0.91 GiB for CUDAGraph memory.
+"""
+NEWER = """\
+INFO Initializing a V1 LLM engine (v0.29.0) with config: model='Qwen/Qwen3.5-4B', tensor_parallel_size=1
+INFO Model loading took 8.6 GiB and 2 seconds
+INFO Estimated CUDA graph memory: 0.30 GiB total
+INFO Available KV cache memory: 9.10 GiB
+INFO GPU KV cache size: 267,842 tokens, Maximum concurrency for 32,768 tokens per request: 8.17x
+INFO Free memory on device (21.84/22.03 GiB) on startup. Desired GPU memory utilization is (0.92, 20.27 GiB). Actual \
+usage is 9.01 GiB for consumed memory (weights + non-torch), 2.17 GiB for peak activation, and 0.24 GiB for CUDAGraph \
+memory.
+"""
+V0 = """\
+INFO Loading model weights took 14.96 GB
+INFO the current vLLM instance can use total_gpu_memory (79.22GiB) x gpu_memory_utilization (0.90) = 71.30GiB; model \
+weights take 14.96GiB; non_torch_memory takes 1.79GiB; PyTorch activation peak memory takes 1.26GiB; the rest of the \
+memory reserved for KV Cache is 53.29GiB.
+INFO # GPU blocks: 27284, # CPU blocks: 2048
+"""
+SGLANG = """\
+server_args=ServerArgs(model_path='google/gemma-4-E4B-it', tp_size=1, mem_fraction_static=0.72)
+Load weight begin. avail mem=111.41 GB
+Load weight end. elapsed=3.1 s, type=Gemma4, dtype=torch.bfloat16, avail mem=95.73 GB, mem usage=15.67 GB.
+KV Cache is allocated. #tokens: 644444, K size: 21.51 GB, V size: 21.51 GB
+KV Cache is allocated. #tokens: 805556, K size: 10.76 GB, V size: 10.76 GB
+max_total_num_tokens=805556, chunked_prefill_size=8192, max_running_requests=4096, context_len=8192
+"""
+LLAMA_CPP = """\
+load_tensors:   CPU_Mapped model buffer size =   281.81 MiB
+load_tensors:        CUDA0 model buffer size =  2200.00 MiB
+load_tensors:        CUDA1 model buffer size =  2203.49 MiB
+llama_context: n_ctx         = 8192
+llama_kv_cache_unified:      CUDA0 KV buffer size =   512.00 MiB
+llama_kv_cache_unified:      CUDA1 KV buffer size =   512.00 MiB
+llama_context:      CUDA0 compute buffer size =   258.50 MiB
+"""
+
+
+def read(log: str) -> EngineBudget:
+    found = read_engine_start(log)
+    assert found is not None and found.source == LOG
+    return found
+
+
+def test_a_start_of_vllm() -> None:
+    budget = read(VLLM)
+    assert (budget.release, budget.model, budget.num_tokens) == ("0.19.0", "meta-llama/Llama-3.1-8B-Instruct", 476_000)
+    assert (budget.context_length, budget.concurrency, budget.utilization) == (8192, 58.11, 0.95)
+    sizes = (budget.weights_bytes, budget.profile_peak_bytes, budget.outside_torch_bytes, budget.total_bytes)
+    assert sizes == tuple(int(gib * GIB) for gib in (14.99, 1.89, 0.25, 79.19))
+    assert (budget.graph_bytes, budget.graph_taken_bytes) == (None, int(0.91 * GIB))
+    assert budget.starts and budget.changes == ()  # It has 0.95 already.
+
+
+def test_newer_releases_print_weights_and_the_rest_together() -> None:
+    budget = read(NEWER)
+    assert budget.outside_torch_bytes == int(9.01 * GIB) - int(8.6 * GIB)
+    assert budget.profile_peak_bytes == int(2.17 * GIB) - int(0.30 * GIB)  # The estimated graphs are in it.
+    assert [change.flag for change in budget.changes] == ["--gpu-memory-utilization 0.95"]
+    assert budget.changes[0].kv_cache_bytes == int(9.10 * GIB) + int((0.95 - 0.92) * int(22.03 * GIB))
+
+
+def test_graphs_that_took_less_than_was_kept() -> None:
+    budget = read(NEWER.replace("0.30 GiB total", "1.30 GiB total"))
+    flag = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0"
+    change = next(change for change in budget.changes if change.flag == flag)
+    assert change.kv_cache_bytes == int(9.10 * GIB) + int(1.30 * GIB) - int(0.24 * GIB)
+
+
+def test_the_engine_before_v1() -> None:
+    budget = read(V0)
+    assert (budget.kv_cache_bytes, budget.num_blocks, budget.num_tokens) == (int(53.29 * GIB), 27284, 27284 * 16)
+    assert (budget.total_bytes, budget.utilization) == (int(79.22 * GIB), 0.9)
+
+
+def test_a_start_of_sglang_with_two_pools() -> None:
+    budget = read(SGLANG)
+    assert (budget.engine, budget.num_tokens, budget.model) == ("sglang", 805_556, "google/gemma-4-E4B-it")
+    assert budget.kv_cache_bytes == int((2 * 21.51 + 2 * 10.76) * GIB)
+    assert (budget.utilization, budget.context_length, budget.max_num_seqs) == (0.72, 8192, 4096)
+
+
+def test_a_start_of_llama_cpp_on_two_gpus() -> None:
+    budget = read(LLAMA_CPP)
+    assert (budget.engine, budget.num_tokens) == ("llama.cpp", 8192)
+    assert (budget.weights_bytes, budget.kv_cache_bytes) == (int(4403.49 * MIB), 1024 * MIB)
+    assert budget.profile_peak_bytes == int(258.5 * MIB)
+
+
+def test_a_negative_cache_is_a_refusal() -> None:
+    budget = read("INFO Model loading took 28.48 GiB and 2 s\nINFO Available KV cache memory: -0.53 GiB\n")
+    assert budget.refusal == "nothing is left for the KV cache (-0.53 GiB)"
+
+
+@pytest.mark.parametrize("log", ["", "step 1\n", "INFO Model loading took 14.99 GiB and 20.1 seconds\n"])
+def test_other_logs_have_none(log: str) -> None:
+    assert read_engine_start(log) is None
+
+
+def test_a_failed_start_has_both() -> None:
+    message = (
+        "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
+        "needed, which is larger than the available KV cache memory (9.97 GiB).\n"
+    )
+    log = VLLM.partition("INFO [kv_cache_utils")[0] + message
+    diagnoses, budget = diagnose_log(io.BytesIO(log.encode()), "server.log")
+    assert len(diagnoses) == 1 and budget is not None
+    assert budget.refusal == diagnoses[0].title
+    assert budget.weights_bytes == int(14.99 * GIB)
+
+
+def test_adapters_that_took_the_room() -> None:
+    log = (
+        "INFO non-default args: {'model': 'x', 'enable_lora': True, 'max_loras': 8}\nValueError: To serve at least "
+        "one request with the models's max seq len (4096), (0.22 GiB KV cache is needed, which is larger than the "
+        "available KV cache memory (0.09 GiB). Based on the available memory, the estimated maximum model length is "
+        "1664.\n"
+    )
+    diagnoses, _ = diagnose_log(io.BytesIO(log.encode()), "server.log")
+    assert any("--max-loras 4" in step.command for step in diagnoses[0].steps)

@@ -1,0 +1,66 @@
+"""The peak of vLLM's profile run, by hand and beside published logs."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.device.catalog import find_gpu
+from memprof.estimate.serving.lookup import load_served_model
+from memprof.estimate.serving.profile import ProfilePeak, ProfileSettings, compute_profile_peak
+from memprof.serving.releases import read_vllm_rules
+from memprof.units import GIB, MIB
+
+
+def peak(
+    name: str, release: str, gpu: str = "h100-80gb", ranks: int = 1, seqs: int = 1024, tokens: int = 8192
+) -> ProfilePeak:
+    settings = ProfileSettings(read_vllm_rules(release), find_gpu(gpu), ranks, seqs, tokens, 8192)
+    return compute_profile_peak(load_served_model(name), settings)
+
+
+def test_the_sampler_by_hand() -> None:
+    logits = 1024 * 128256 * (2 + 3 * 4)
+    buffer, states, workspace = 132 * 128256 * 4, (8192 + 2 * 1024) * 4096 * 2, 32 * MIB
+    found = peak("llama-3.1-8b", "0.19.0")
+    assert found.num_bytes == logits + buffer + states + workspace
+    assert "1,024 rows x 128,256 tokens x 14 bytes" in found.reason
+
+
+def test_experts_keep_their_workspaces() -> None:
+    # Two experts of 14,336 on two ranks: the first product has 14,336 columns, the activation 7,168.
+    workspaces = 8192 * 2 * (14336 + 7168) * 2
+    sampler = 1024 * 32000 * 14 + 132 * 32000 * 4 + (8192 + 2048) * 4096 * 2
+    assert peak("mixtral-8x7b", "0.19.0", ranks=2).num_bytes == workspaces + sampler + 32 * MIB
+
+
+def test_a_small_batch_peaks_in_the_mlp() -> None:
+    found = peak("granite-3.1-8b-instruct", "0.19.0")
+    assert found.num_bytes == 8192 * 3 * 12800 * 2 + 4 * 8192 * 4096 * 2 + 32 * MIB
+    assert found.reason.startswith("MLP of 8,192 tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "ranks", "gib"),
+    [
+        ("qwen2.5-7b", "0.19.0", 1, 2.21), ("gemma-2-27b", "0.19.0", 1, 3.66), ("phi-2", "0.19.0", 1, 0.79),
+        ("qwen3-30b-a3b", "0.19.0", 1, 2.68), ("DeepSeek-V2-Lite-Chat", "0.19.0", 1, 1.93),
+        ("gemma-3-27b-it", "0.19.0", 1, 3.99), ("qwen3-14b", "0.16.0", 1, 5.64), ("gpt-oss-20b", "0.11.0", 1, 7.38),
+        ("llama-3.1-70b", "0.11.0", 2, 4.84),
+    ],
+)  # fmt: skip
+def test_peaks_of_published_logs(name: str, release: str, ranks: int, gib: float) -> None:
+    assert peak(name, release, ranks=ranks).num_bytes / GIB == pytest.approx(gib, abs=0.015)
+
+
+def test_the_second_runner_does_not_profile_top_p() -> None:
+    first, second = peak("llama-3.1-8b", "0.24.0"), peak("llama-3.1-8b", "0.25.0")
+    assert first.num_bytes > second.num_bytes
+    assert peak("qwen3-30b-a3b", "0.24.0").num_bytes == peak("qwen3-30b-a3b", "0.25.0").num_bytes
+    assert peak("llama-3.1-8b", "0.33.0").num_bytes > peak("llama-3.1-8b", "0.32.0").num_bytes
+
+
+def test_images_may_have_the_peak() -> None:
+    found = peak("google/gemma-3-27b-it", "0.22.0", gpu="rtx-5090", seqs=256, tokens=4096)
+    # 16 images of 4,096 patches.
+    assert found.reason == "image encoder: 16 images of 4,096 patches"
+    assert found.num_bytes / GIB == pytest.approx(1.72, abs=0.01)

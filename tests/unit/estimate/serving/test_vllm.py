@@ -1,0 +1,121 @@
+"""vLLM's budget: its sum, refusals, what to change, and the command that starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memprof.device.catalog import find_gpu
+from memprof.errors import UsageError
+from memprof.estimate.serving.changes import VLLM_FLAGS, complete_budget
+from memprof.estimate.serving.lookup import load_served_model
+from memprof.estimate.serving.options import ServingOptions
+from memprof.estimate.serving.vllm import compute_vllm_budget
+from memprof.serving.budget import EngineBudget
+from memprof.units import GIB
+
+
+def compute(model: str, gpu: str, **options: object) -> EngineBudget:
+    return compute_vllm_budget(load_served_model(model), find_gpu(gpu), ServingOptions(**options))  # type: ignore[arg-type]
+
+
+def complete(model: str, gpu: str, **options: object) -> EngineBudget:
+    served, device, chosen = load_served_model(model), find_gpu(gpu), ServingOptions(**options)  # type: ignore[arg-type]
+
+    def again(changed: ServingOptions) -> EngineBudget:
+        return compute_vllm_budget(served, device, changed)
+
+    return complete_budget(again(chosen), chosen, again, device, VLLM_FLAGS, served.hf_id)
+
+
+def test_the_cache_is_what_the_others_leave() -> None:
+    budget = compute("qwen2.5-7b", "rtx-4090", context_length=8192)
+    parts = (budget.weights_bytes, budget.outside_torch_bytes, budget.profile_peak_bytes, budget.graph_bytes)
+    assert budget.budget_bytes is not None and None not in parts
+    assert budget.kv_cache_bytes == budget.budget_bytes - sum(part or 0 for part in parts)
+    assert budget.starts and budget.num_tokens == 16 * (budget.num_blocks or 0)
+    assert (budget.num_tokens_low or 0) < budget.num_tokens < (budget.num_tokens_high or 0)
+
+
+def test_a_published_log() -> None:
+    total = int(79.19 * GIB)
+    budget = compute(
+        "llama-3.1-8b", "h100-80gb", release="0.19.0", utilization=0.95, context_length=8192, total_bytes=total
+    )
+    assert (budget.num_tokens, budget.num_blocks) == (pytest.approx(476_000, rel=1e-3), pytest.approx(29_751, rel=1e-3))
+    assert budget.graph_bytes is None  # 0.19 only announces that it will subtract them.
+
+
+def test_eager_mode_has_no_graphs() -> None:
+    assert compute("qwen3-8b", "l40s", is_eager=True).graph_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "options", "message"),
+    [
+        ("qwen3-14b", "rtx-4090", {}, "CUDA out of memory"),
+        ("llama-3.1-8b", "rtx-4090", {"utilization": 0.99}, "on startup is less than desired GPU memory utilization"),
+        ("llama-3.1-8b", "rtx-4090", {"utilization": 0.5}, "No available memory for the cache blocks"),
+        ("llama-3.1-8b", "rtx-4090", {}, "one request of max_model_len 131,072 needs 16.00 GiB"),
+    ],
+)
+def test_refusals(model: str, gpu: str, options: dict[str, object], message: str) -> None:
+    budget = compute(model, gpu, **options)
+    assert not budget.starts and message in budget.refusal
+
+
+def test_old_releases_are_refused() -> None:
+    with pytest.raises(UsageError, match="this release of vLLM"):
+        compute("llama-3.1-8b", "h100-80gb", release="0.7.3")
+
+
+def test_changes_are_computed_anew() -> None:
+    budget = complete("qwen2.5-7b", "rtx-4090", context_length=8192)
+    by_flag = {change.flag: change for change in budget.changes}
+    fp8 = by_flag["--kv-cache-dtype fp8"]
+    assert fp8.num_tokens == compute("qwen2.5-7b", "rtx-4090", context_length=8192, kv_cache_dtype="fp8").num_tokens
+    assert [change.num_tokens for change in budget.changes] == sorted(by_flag[f].num_tokens for f in by_flag)[::-1]
+    assert budget.command == "vllm serve Qwen/Qwen2.5-7B --max-model-len 8192"
+    assert budget.least_gpus == 1
+
+
+def test_the_command_starts() -> None:
+    budget = complete("qwen3-14b", "rtx-4090", context_length=8192)
+    assert not budget.starts and budget.least_gpus == 2
+    assert budget.command.endswith("--max-model-len 8192 --tensor-parallel-size 2")
+    assert compute("qwen3-14b", "rtx-4090", context_length=8192, tensor_parallel=2).starts
+
+
+def test_a_context_that_was_not_asked_for_is_cut() -> None:
+    budget = complete("llama-3.1-8b", "rtx-4090")
+    assert budget.command == f"vllm serve meta-llama/Llama-3.1-8B --max-model-len {budget.longest_context}"
+    assert compute("llama-3.1-8b", "rtx-4090", context_length=budget.longest_context).starts
+    assert not compute("llama-3.1-8b", "rtx-4090", context_length=(budget.longest_context or 0) + 16).starts
+
+
+def test_concurrency_needs_more() -> None:
+    few, many = (complete("qwen2.5-7b", "rtx-4090", context_length=8192, concurrency=n) for n in (8, 40))
+    assert (few.least_gpus, many.least_gpus) == (1, 2)
+    assert "--tensor-parallel-size 2" in many.command
+
+
+def test_what_no_number_of_gpus_starts_has_no_command() -> None:
+    budget = complete("deepseek-v3", "rtx-4090", context_length=131072, concurrency=10_000)
+    assert (budget.command, budget.least_gpus) == ("", None)
+
+
+def test_gpus_that_do_not_divide_the_heads() -> None:
+    with pytest.raises(UsageError, match="28 attention heads"):
+        compute("qwen2.5-7b", "rtx-4090", tensor_parallel=8)
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    flags = {change.flag for change in complete("qwen2.5-7b", "a100-80gb", context_length=8192).changes}
+    assert not any("fp8" in flag for flag in flags)
+
+
+def test_documents_go_to_json_and_back() -> None:
+    budget = complete("qwen2.5-7b", "rtx-4090", context_length=8192)
+    assert EngineBudget.from_json(budget.to_json()) == budget
+    assert replace(budget, kv_cache_bytes=None).bytes_per_token is None

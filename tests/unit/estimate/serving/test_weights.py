@@ -1,0 +1,156 @@
+"""Weights of served models: counts of the catalog, division over ranks, rounding, rotary tables, formats."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.errors import UsageError
+from memprof.estimate.serving.lookup import load_served_model
+from memprof.estimate.serving.model import build_served_model
+from memprof.estimate.serving.weights import (
+    WeightFormat,
+    count_weight_bytes,
+    find_weight_format,
+    list_parts,
+    round_allocation,
+)
+from memprof.units import GIB, MIB, round_up
+from memprof.workload.catalog import find_model, list_models
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 128,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+# The closed form has no layer of these.
+UNKNOWN = ("falcon-7b", "bloom-560m", "mamba-130m")
+DECODERS = [entry.key for entry in list_models() if entry.task == "causal-lm" and entry.key not in UNKNOWN]
+
+
+@pytest.mark.parametrize("key", DECODERS)
+def test_counts_are_those_of_the_catalog(key: str) -> None:
+    model, g = load_served_model(key), load_served_model(key).geometry
+    padding = (round_up(g.vocab, 64) - g.vocab) * (g.hidden * (1 if g.tied else 2) + g.has_head_bias)
+    buffers = 256 * 58 if key == "deepseek-v3" else 0  # A bias of each expert's score, which is no parameter there.
+    count = sum(part.count * part.copies for part in list_parts(model))
+    assert count - padding - buffers == find_model(key).num_parameters
+
+
+def test_ranks_divide_matrices_and_repeat_keys() -> None:
+    model = build_served_model(LLAMA, "tiny")
+    parts = {part.name: part for part in list_parts(model, 4)}
+    # Two query heads of 32 on each rank; two key heads on four ranks are one each, and as many values.
+    assert parts["qkv"].count == 256 * (2 * 32 + 2 * 32)
+    assert parts["attention output"].count == 256 * 2 * 32
+    assert parts["MLP up"].count == 2 * 256 * 128
+    assert parts["embedding"].count == 1024 // 4 * 256
+    assert parts["norms"].count == (2 * 2 + 1) * 256
+
+
+def test_heads_have_to_be_divisible() -> None:
+    with pytest.raises(UsageError, match="8 attention heads"):
+        list(list_parts(build_served_model(LLAMA, "tiny"), 3))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "counted", "limited"),
+    [
+        (1000, 1024, 1024),
+        (int(9.9 * MIB), round_up(int(9.9 * MIB), 512), round_up(int(9.9 * MIB), 512)),
+        (129 * MIB + MIB // 2, 130 * MIB, 130 * MIB),  # Half a MiB is not split off.
+        (24 * MIB + MIB // 2, 24 * MIB + MIB // 2, 26 * MIB),  # 1.5 MiB are, but not of a block from 20 MiB on.
+        (12 * MIB + MIB // 4, 12 * MIB + MIB // 4, 12 * MIB + MIB // 4),
+        (30 * MIB, 30 * MIB, 30 * MIB),
+    ],
+)
+def test_allocations_are_rounded_as_by_torch(num_bytes: int, counted: int, limited: int) -> None:
+    assert round_allocation(num_bytes) == counted
+    assert round_allocation(num_bytes, limits_splits=True) == limited
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "gib"),
+    [("llama-3.1-8b", 1, 14.99), ("llama-3.1-8b", 4, 3.77), ("qwen3-14b", 1, 27.52), ("gpt-oss-120b", 4, 17.23)],
+)
+def test_weights_of_published_logs(name: str, ranks: int, gib: float) -> None:
+    model = load_served_model(name)
+    capability = (8, 0) if name.startswith("gpt") else (9, 0)
+    assert round(count_weight_bytes(model, find_weight_format(model, None), ranks, capability) / GIB, 2) == gib
+
+
+def test_linear_scaling_makes_the_rotary_table_longer() -> None:
+    model = load_served_model("google/gemma-3-4b-it")
+    plain = {**model.config, "text_config": {**model.config["text_config"], "rope_parameters": {}}}
+    difference = count_weight_bytes(model, None, 1) - count_weight_bytes(build_served_model(plain, "plain"), None, 1)
+    assert difference == 7 * 131072 * 256 * 2
+
+
+def _compress(bits: int, kind: str) -> dict[str, object]:
+    weights = {"num_bits": bits, "type": kind}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "gptq", "bits": 8}, "gptq8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8-block"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        (_compress(8, "int"), "int8"),
+        (_compress(8, "float"), "fp8"),
+        (_compress(4, "int"), "gptq"),
+    ],
+)  # fmt: skip
+def test_formats_are_read(entry: dict[str, object], name: str) -> None:
+    found = find_weight_format(build_served_model({**LLAMA, "quantization_config": entry}, "tiny"), None)
+    assert found is not None and found.name == name
+
+
+def test_unknown_formats_are_refused() -> None:
+    with pytest.raises(UsageError, match="does not know this format"):
+        find_weight_format(build_served_model(LLAMA, "tiny"), "q2")
+
+
+def test_quantization_leaves_embeddings_alone() -> None:
+    model = build_served_model(LLAMA, "tiny")
+    plain = count_weight_bytes(model, None, 1)
+    linear = sum(part.count * part.copies for part in list_parts(model) if part.is_linear)
+    quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1)
+    assert plain - quantized == linear
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "quantization"),
+    [
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic", "llama", "fp8"),
+        ("Qwen/Qwen3-8B-AWQ", "qwen3", "awq"),
+        ("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4", "llama", "awq"),
+        ("google/gemma-2-9b-it", "gemma2", None),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2", None),
+        ("deepseek-ai/DeepSeek-R1", "deepseek_v3", "fp8-block"),
+        ("gpt-oss-20b", "gpt_oss", "mxfp4"),
+    ],
+)
+def test_names_are_found(name: str, family: str, quantization: str | None) -> None:
+    model = load_served_model(name)
+    found = find_weight_format(model, None)
+    assert (model.family, found.name if found else None) == (family, quantization)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown model"):
+        load_served_model("no/such-model")
+
+
+def test_unknown_architectures_are_refused() -> None:
+    with pytest.raises(UsageError, match="does not know this kind of model"):
+        load_served_model("falcon-7b")
+
+
+def test_incomplete_configurations_are_refused() -> None:
+    with pytest.raises(UsageError, match="incomplete"):
+        build_served_model({"model_type": "llama", "hidden_size": 8}, "tiny")

@@ -1,0 +1,77 @@
+"""One step whose batch is larger than those of the others: shapes, line and bytes, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from memprof.findings.finding import Finding, Severity
+from memprof.findings.larger_batch import find
+from memprof.spec import TargetSpec
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
+
+ROW = MIB // 4  # float32 values, so that a row is one MiB
+WEIGHT = 20 * MIB
+LINE = "x/train.py:4 main"
+
+
+def steps(rows: Iterable[int], *, line: str = LINE) -> TraceBuilder:
+    """Each step is given rows of one MiB, and its forward allocates twice that."""
+    b = TraceBuilder()
+    b.parameter("weight", WEIGHT // 4)
+    for step, count in enumerate(rows, 1):
+        batch = b.new(count, ROW, op="aten._to_copy", line=line, owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        hidden = b.alloc(2 * count * MIB)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(batch, hidden)
+    return b
+
+
+def found(b: TraceBuilder, usable_bytes: int | None = None) -> Finding | None:
+    return next(iter(find(b.context(usable_bytes))), None)
+
+
+def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
+    finding = found(steps([20, 20, 120, 20]), 300 * MIB)
+    assert finding is not None
+    assert finding.title == (
+        f"The batch of step 3 is 6 times as large as in most steps: [120 x {ROW}] (x/train.py:4), not [20 x {ROW}]; "
+        "the other steps allocate at most 80.00 MiB, this one 380.00 MiB"
+    )
+    assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
+    assert finding.evidence[0].text.startswith("fix at x/train.py:4: ") and finding.evidence[0].source == LINE
+
+
+def test_where_the_run_fits_it_is_a_note() -> None:
+    finding = found(steps([20, 20, 120, 20]), 400 * MIB)
+    assert finding is not None and finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(118, False), (120, True), (122, True)])
+def test_half_as_large_again_as_the_median(rows: int, *, is_told: bool) -> None:
+    assert (found(steps([40, 80, rows, 80])) is not None) is is_told
+
+
+@pytest.mark.parametrize(("others", "is_told"), [(2, False), (3, True)])
+def test_three_other_steps(others: int, *, is_told: bool) -> None:
+    assert (found(steps([*[20] * others, 120])) is not None) is is_told
+
+
+def test_of_batches_that_grow_slowly_the_last_is_no_exception() -> None:
+    """It is twice the median, and its peak less than a twentieth above that of the one before."""
+    assert found(steps(range(20, 122, 2))) is None
+
+
+def test_what_another_line_makes_is_no_counterpart() -> None:
+    b = steps([20, 20, 20, 20])
+    b.new(120, ROW, op="aten._to_copy", line="x/evaluate.py:7 score", owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.FORWARD, 5)
+    assert found(b) is None
+
+
+def test_the_batches_of_a_spec_are_as_it_says() -> None:
+    assert not find(steps([20, 20, 120, 20]).context(None, spec=TargetSpec(model="gpt2")))
