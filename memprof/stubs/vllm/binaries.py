@@ -1,10 +1,9 @@
 """Compiled modules of an engine, which cannot be loaded without CUDA: an import defines the operators of the schemas.
 
-A module's operators are defined for the lifetime of the process, each when `torch.ops` is first asked for it: only then
-is it known to which of the module's namespaces it belongs, since the file keeps schemas and namespaces apart. vLLM
-registers the shapes of most results itself; the others have functions here (`meta`, `query`). Operators that return
-nothing but arguments that they write into need none (virtual/in_place.py). What kernels allocate beside is in
-operators.py and attention.py, by the registry of virtual/kernels/.
+A module's operators are defined for the lifetime of the process, in each of the module's namespaces: its file keeps
+schemas and namespaces apart. vLLM registers the shapes of most results itself; the others have functions here (`meta`,
+`query`). Operators that return nothing but arguments that they write into need none (virtual/in_place.py). What kernels
+allocate beside is in operators.py, attention.py and quantization.py, by the registry of virtual/kernels/.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
-from collections import defaultdict
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from types import ModuleType
@@ -96,7 +94,7 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if schemas:
             self._on_define()
             for namespace in _NAMESPACES.get(short_name, (short_name,)):
-                _define_on_demand(namespace, tuple(schemas))
+                _define_operators(namespace, tuple(schemas))
 
         def __getattr__(name: str) -> Any:
             if name.startswith("__"):
@@ -107,24 +105,15 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @functools.cache
-def _define_on_demand(namespace: str, schemas: tuple[str, ...]) -> torch.library.Library:
-    """Let `torch.ops.<namespace>` define the operators of `schemas` when they are first asked for; return the library,
-    which keeps them defined for the lifetime of the process."""
+def _define_operators(namespace: str, schemas: tuple[str, ...]) -> torch.library.Library:
+    """Define operators in `torch.ops.<namespace>`; return their library, which keeps them for the lifetime of the
+    process."""
     library = torch.library.Library(namespace, "FRAGMENT")
-    schemas_by_name: defaultdict[str, list[str]] = defaultdict(list)
     for schema in schemas:
-        schemas_by_name[schema.partition("(")[0].partition(".")[0]].append(schema)
-
-    def __getattr__(name: str) -> Any:
-        # Called before the class's own `__getattr__`, which finds the operators defined here.
-        for schema in schemas_by_name.pop(name, ()):
-            library.define(schema)
-            overload = schema.partition("(")[0]
-            if f"{namespace}.{overload}" in _functions:
-                dispatch_key, function = _functions[f"{namespace}.{overload}"]
-                library.impl(overload, function, dispatch_key)
-        raise AttributeError(name)
-
-    vars(getattr(torch.ops, namespace))["__getattr__"] = __getattr__
+        library.define(schema)
+        name = schema.partition("(")[0]
+        if f"{namespace}.{name}" in _functions:
+            dispatch_key, function = _functions[f"{namespace}.{name}"]
+            library.impl(name, function, dispatch_key)
     registry.register_library_operators(namespace)
     return library
