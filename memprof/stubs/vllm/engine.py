@@ -130,6 +130,11 @@ class EngineStart:
 
         yield module.ServeSubcommand, "cmd", staticmethod(run_command)
 
+    def _patch_streams(self, module: Any) -> Iterator[Patch]:
+        """Yield a patch by which vLLM does not replace the `write` of this process's streams, to prefix each line."""
+        if hasattr(module, "decorate_logs"):
+            yield module, "decorate_logs", lambda *args, **kwargs: None
+
     def _patch_worker(self, module: Any) -> Iterator[Patch]:
         """Yield patches that keep the result of the profile run, and the memory that CUDA graphs have taken."""
         original, trace = module.memory_profiling, self._context.recorder.trace
@@ -260,5 +265,6 @@ _PATCHES: dict[str, Callable[[EngineStart, Any], Iterator[Patch]]] = {
     "vllm.v1.engine.core_client": EngineStart._patch_client,
     "vllm.entrypoints.cli.serve": EngineStart._patch_server,
     "vllm.v1.worker.gpu_worker": EngineStart._patch_worker,
+    "vllm.utils.system_utils": EngineStart._patch_streams,
 }
 MODULES = tuple(_PATCHES)
