@@ -81,6 +81,18 @@ class CachingAllocator:
         self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
         self._uses_plain_search = not self.expandable and not self.gc_enabled
 
+    def change_config(self, config: AllocatorConfig) -> None:
+        """Use `config` for requests from now on (`AcceleratorAllocatorConfig::parseArgs` at run time). What is decided
+        once keeps its settings: the fraction of memory, and expandable segments' address space."""
+        self.config = config
+        self.expandable = config.expandable_segments and self.release.has_expandable_segments
+        self.segment_store.large_segment = config.large_segment_size
+        self.segment_store.max_split_size = self.max_split_size = config.max_split_size
+        self.divisions = config.roundup_power2_divisions
+        self._rounded_sizes.clear()
+        self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
+        self._uses_plain_search = not self.expandable and not self.gc_enabled
+
     # -- malloc and free -------------------------------------------------------------------------------------------
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:

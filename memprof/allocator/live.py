@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST, Release
@@ -26,6 +28,12 @@ class LiveAllocator:
         self._release = release
         self._replay = TraceReplay(trace, gpu, config, release)
         self._reset_values: dict[str, int] = {}  # accumulated counters at their last reset
+
+    def change_settings(self, other: Any) -> None:
+        """Use the settings of the allocator `other` for requests from now on."""
+        self._replay.advance(writes=False)
+        self._replay.allocator.change_config(other._replay.allocator.config)
+        self._large_segment = other._large_segment
 
     def find_oom_message(self) -> str | None:
         """Return the message of torch.OutOfMemoryError if the last event is a failed allocation; None if it succeeds.

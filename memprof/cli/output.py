@@ -232,12 +232,21 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
 
 
 def print_report(document: Report, output: RunReportOptions, *, code_folder: Path | None = None) -> None:
-    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture.
+    """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture. Of a run that started
+    an inference engine, text is the engine's budget, and with --full or --explain both.
 
     `code_folder`: the folder in which the program has just run, whose lines are quoted.
     """
-    if output.full or output.explain:
+    is_full = output.full or output.explain
+    if document.engine is not None and not output.as_json and is_full:
+        from memprof.report.terminal import engine
+        from memprof.report.terminal.console import print_view
+
+        print_view(engine.render(document, quiet=output.quiet))
+    if is_full:
         print_result(document, output, "report", explain=output.explain)
+    elif document.engine is not None:
+        print_result(document, output, "engine")
     else:
         print_result(document, output, "brief", code_folder=code_folder)
     output.write_image(document)

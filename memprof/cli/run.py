@@ -73,7 +73,7 @@ class RunOptions(RunSpec, FixOptions, CaptureOptions):
         from memprof.script import StopRule
 
         if self.steps is None and not self.until_exit:
-            return StopRule(2, self.timeout, continues_past_steps=True)
+            return StopRule(2, self.timeout, continues_past_steps=True, stops_at_ready=True)
         return StopRule(self.steps, self.timeout)
 
 

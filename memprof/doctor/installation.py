@@ -20,6 +20,7 @@ from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_gpus
 from memprof.errors import UsageError
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS
+from memprof.serving.packages import VLLM_PACKAGES, make_install_command
 from memprof.stubs.packages import PACKAGES
 from memprof.units import GIB, MIB, format_bytes
 
@@ -128,6 +129,7 @@ def check_installation(
     findings += _check_gpus(gpus)
     findings += _check_host(host)
     findings += _check_libraries(find_version)
+    findings += _check_vllm(find_version)
     severity_order = {"error": 0, "warning": 1, "note": 2}
     return Installation(
         tuple(_list_facts(environment, gpus, host, find_version, names)),
@@ -295,6 +297,16 @@ def parse_version(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version string: (4, 46, 0) for "4.46.0.dev0"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _check_vllm(find_version: Callable[[str], str | None]) -> Iterator[Check]:
+    """Yield a note if vLLM is installed without packages that it imports, as after `pip install --no-deps vllm`."""
+    release = find_version("vllm")
+    missing = () if release is None else tuple(name for name in VLLM_PACKAGES if find_version(name) is None)
+    if missing:
+        problem = f"vllm {release} cannot start: it imports {', '.join(missing)}"
+        hint = "install what is missing, to run it on the virtual GPU (memprof help serving)"
+        yield Check("warning", problem, hint, make_install_command(missing))
 
 
 def _check_libraries(find_version: Callable[[str], str | None]) -> Iterator[Check]:

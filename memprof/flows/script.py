@@ -58,8 +58,15 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, gpu=spec.shown_gpu)
+        document = _add_engine(analyze(trace, gpu=spec.shown_gpu), outcome)
     return DryRun(trace, outcome, document)
+
+
+def _add_engine(document: Report, outcome: ScriptOutcome) -> Report:
+    """Return `document` with the budget of the inference engine that the script has started, if any."""
+    if outcome.engine is None:
+        return document
+    return dataclasses.replace(document, engine=dataclasses.replace(outcome.engine, assumptions=document.assumptions))
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
@@ -123,7 +130,7 @@ def capture_run(
     )
     if trace.failure is not None:
         trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
-    if outcome.ended is EndReason.REFUSED and is_virtual:
+    if outcome.ended is EndReason.REFUSED and is_virtual and (outcome.engine is None or outcome.engine.starts):
         trace.assumptions.append(OOM_END_NOTE)
     if outcome.ended is EndReason.EXIT and not _list_backward_steps(trace):
         trace.trains = False  # gradients were on, and no backward ran

@@ -22,6 +22,7 @@ from memprof.script.loops import Position, estimate_total_steps, find_position
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
+from memprof.serving.budget import EngineBudget
 from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
@@ -39,7 +40,9 @@ class _StopRecord:
         self._live_bytes: list[int] = []  # bytes on the GPU at the end of each training step
         self._requested_end: float | None = None  # time at which the requested steps had ended
         self._events: int | None = None
+        self._reason = EndReason.STEPS
         self._storages = 0
+        self.engine: EngineBudget | None = None  # of the inference engine that the program has started last
         self._failure: Failure | None = None
         self._positions: list[Position] = []  # positions in the program's loops, at ever fewer steps
         # Total training steps of the program, where it was stopped before its end.
@@ -71,13 +74,26 @@ class _StopRecord:
             self.planned_steps = estimate_total_steps(self._positions, find_position(completed, sys._getframe(1)))
             raise
 
+    @property
+    def reason(self) -> EndReason:
+        """Return why the script was stopped."""
+        return self._reason
+
+    def record_engine(self, budget: EngineBudget) -> None:
+        """Record the start of an inference engine; raise StopRun if it is ready and the rule stops the script then."""
+        self.engine = budget
+        if budget.starts and self._rule.stops_at_ready:
+            with self.record_stop():
+                raise StopRun(EndReason.READY)
+
     @contextlib.contextmanager
     def record_stop(self) -> Iterator[None]:
         """Context manager: record the current end of the trace if the body raises StopRun."""
         try:
             yield
         except StopRun as stop:
-            if self._events is None and stop.reason is EndReason.STEPS:
+            if self._events is None and stop.reason in (EndReason.STEPS, EndReason.READY):
+                self._reason = stop.reason
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
                 self._failure = self._device.unsupported if isinstance(self._device, VirtualGpu) else None
@@ -137,6 +153,8 @@ def capture_script(
     if channel is not None:
         channel.on_stop = stop_record.wrap_stop(channel.on_stop)
     device.phases.on_step = stop_record.step
+    if isinstance(device, VirtualGpu):
+        device.on_engine_start = stop_record.record_engine
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # memprof's imports stay live: frozen, they do not slow down the collection of the program's garbage.
     is_frozen = gc.get_freeze_count() > 0  # frozen by the caller, who unfreezes
@@ -156,7 +174,7 @@ def capture_script(
             outcome = _run(program, device, rule, handlers, start)
             peer_reason = None if channel is None else channel.stop_reason
             if stop_record.is_stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
-                reason = EndReason.STEPS if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
+                reason = stop_record.reason if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(
                     reason, 0, live_state=(outcome.live_state, outcome.error), planned_steps=stop_record.planned_steps
                 )
@@ -190,6 +208,11 @@ def capture_script(
         trace.ended_out_of_memory = ran_out_of_memory = True
     if ran_out_of_memory:
         outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, live_state=outcome.live_state)
+    if stop_record.engine is not None:
+        outcome = dataclasses.replace(outcome, engine=stop_record.engine)
+        if not stop_record.engine.starts and outcome.ended is EndReason.ERROR:
+            # The engine's own refusal is the verdict of the run, and no failure.
+            outcome, trace.failure = dataclasses.replace(outcome, ended=EndReason.REFUSED, error=None), None
     return trace, outcome
 
 

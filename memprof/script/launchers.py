@@ -1,4 +1,4 @@
-"""Launchers (torchrun, accelerate, deepspeed): one process that they would start is run in this process instead.
+"""Launchers (torchrun, accelerate, deepspeed, vllm): one process that they would start is run in this process instead.
 
 A launcher's child process would not see the virtual GPU. Arguments are parsed by the launcher's own parser, where
 installed, while the virtual GPUs exist, so that `--nproc_per_node gpu` means their number.
@@ -264,6 +264,24 @@ def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection)
     return _make_deepspeed_start(args, _LaunchedProcess("deepspeed.launcher.launch", selection, processes))
 
 
+def _start_vllm(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
+    """Return the selected worker of `vllm serve ARGUMENTS`, whose engine has a worker for each GPU of the model."""
+    parser = argparse.ArgumentParser(prog="vllm", add_help=False, allow_abbrev=False)
+    for name, letters in (("tensor-parallel-size", "-tp"), ("pipeline-parallel-size", "-pp")):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", letters, type=int, default=1)
+    args, _ = parser.parse_known_args(list(arguments))
+    size = args.tensor_parallel_size * args.pipeline_parallel_size
+    process = _LaunchedProcess("vllm serve", selection, [size])
+    variables = {
+        "RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
+    }  # fmt: skip
+    environment = {name: str(value) for name, value in variables.items()} if size > 1 else {}
+    return ProcessStart(
+        "vllm", ("serve", *arguments), False, environment, process.rank, process.gpus, process.nodes, size
+    )
+
+
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master_port", default="29500")
     for flag in ("--module", "--no_python", "--no_local_rank"):
@@ -292,6 +310,7 @@ _COMMANDS: dict[str, tuple[Launcher, str]] = {
     "accelerate": (_start_accelerate, "launch"),
     "accelerate-launch": (_start_accelerate, ""),
     "deepspeed": (_start_deepspeed, ""),
+    "vllm": (_start_vllm, "serve"),
 }
 _MODULES: dict[str, tuple[Launcher, str]] = {
     "torch.distributed.run": (_start_torchrun, ""),

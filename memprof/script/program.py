@@ -30,7 +30,8 @@ _LAUNCH_FILES = (_MEMPROF_DIR, runpy.__file__, "<frozen runpy>")
 @dataclass(frozen=True, slots=True)
 class Program:
     """A Python program and its arguments (`sys.argv[1:]`).
-    `name` is a file, a folder or archive with a `__main__.py`, or, with `is_module`, an importable module."""
+    `name` is a file, a folder or archive with a `__main__.py`, a command that a package has installed beside this
+    Python (`vllm`), or, with `is_module`, an importable module."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ class Program:
         if self.is_module:
             self._check_module()
             return
-        path = Path(self.name)
+        path = self._find_file()
         if not path.exists():
             option = "; options of memprof stand before it" if self.name.startswith("-") else ""
             raise UsageError("no such script", value=self.name, hint=f"give the path of a Python file{option}")
@@ -56,6 +57,12 @@ class Program:
             raise UsageError("this folder is no program", value=self.name, hint="it has no __main__.py: name a file")
         if path.is_file() and not os.access(path, os.R_OK):
             raise UsageError("the script cannot be read", value=self.name, hint="mind its permissions")
+
+    def _find_file(self) -> Path:
+        """Return the path of the program, which may not exist."""
+        path = Path(self.name)
+        command = Path(sys.executable).parent / self.name
+        return command if not path.exists() and os.sep not in self.name and _is_python_command(command) else path
 
     @property
     def has_launcher(self) -> bool:
@@ -136,7 +143,7 @@ class Program:
                     if self.is_module:
                         variables = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                     else:
-                        variables = runpy.run_path(self.name, run_name="__main__")
+                        variables = runpy.run_path(str(self._find_file()), run_name="__main__")
                 outcome = ScriptOutcome(EndReason.EXIT, 0, live_state=variables)
             except BaseException as error:
                 outcome = _make_outcome(error)
@@ -161,8 +168,9 @@ class Program:
                 handlers.discard()
             raise SystemExit(status)
 
-        sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # "-m" while parent packages are imported
-        folder = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
+        name = "-m" if self.is_module else str(self._find_file())  # "-m" while parent packages are imported
+        sys.argv = [name, *self.arguments]
+        folder = os.getcwd() if self.is_module else str(Path(name).resolve().parent)
         sys.path.insert(0, folder)
         try:
             with PatchSet() as patches:
@@ -170,6 +178,16 @@ class Program:
                 yield
         finally:
             sys.argv, sys.path[:] = argv, search_path
+
+
+def _is_python_command(path: Path) -> bool:
+    """Return whether `path` is a script of Python, as pip installs the commands of packages."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(1024)
+    except OSError:
+        return False
+    return line.startswith(b"#!") and b"python" in line
 
 
 def _exit_forked_process(outcome: ScriptOutcome) -> NoReturn:

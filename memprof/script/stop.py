@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from memprof.serving.budget import EngineBudget
+
 
 class EndReason(enum.StrEnum):
     """Reason why a script ended."""
 
     STEPS = "steps"  # the requested steps are done
+    READY = "ready"  # an inference engine has started, and waits for requests
     TIMEOUT = "timeout"
     EXIT = "exit"  # the script came to its end, or called sys.exit
     ERROR = "error"  # the script raised
@@ -69,11 +72,12 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Rule that says when a script is stopped: after training steps, or after seconds."""
+    """Rule that says when a script is stopped: after training steps, after seconds, or once an engine is ready."""
 
     steps: int | None = 2  # number of training steps; None: no limit
     seconds: float | None = None  # time limit; None: no limit
     continues_past_steps: bool = False  # go on past `steps`, while that costs little or memory grows
+    stops_at_ready: bool = False  # stop once an inference engine is ready for requests
 
     def check_step(self, progress: RunProgress, all_ranks_agree: Callable[[bool], bool] = bool) -> None:
         """Raise StopRun if the run can stop at this step; `all_ranks_agree` combines the answers of all ranks."""
@@ -160,3 +164,4 @@ class ScriptOutcome:
     live_state: object = field(default=None, repr=False, compare=False)
     # Total training steps that a stopped script would have made; None: unknown.
     planned_steps: int | None = None
+    engine: EngineBudget | None = None  # of the inference engine that the script has started

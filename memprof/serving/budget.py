@@ -45,6 +45,7 @@ class EngineBudget(JsonValue):
     utilization: float | None = None  # Fraction of the total that the engine may use.
     weights_bytes: int | None = None
     outside_torch_bytes: int | None = None  # CUDA context, libraries and NCCL; what vLLM calls non-torch memory.
+    buffers_bytes: int | None = None  # Buffers of the engine that stay beside the weights; None: in another part.
     profile_peak_bytes: int | None = None  # Most that torch allocated in the profile run, beyond the weights.
     profile_peak_reason: str = ""  # Which tensors that peak consists of.
     graph_bytes: int | None = None  # CUDA graphs, as the engine subtracts them before it sizes the KV cache.

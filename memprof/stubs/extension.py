@@ -16,6 +16,7 @@ from memprof.stubs.bitsandbytes import Bitsandbytes
 from memprof.stubs.finder import StubFinder
 from memprof.stubs.hub_kernels import HubKernels
 from memprof.stubs.packages import PACKAGES
+from memprof.stubs.vllm.extension import Vllm
 from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels import registry
@@ -32,7 +33,7 @@ def extensions(*, stubs: bool = True) -> list[Extension]:
     Always: the hub's kernels, operators of torchvision and torchaudio, bitsandbytes. With `stubs`: missing packages.
     """
     installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
-    return [*installed, StubExtension()] if stubs else installed
+    return [*installed, Vllm(), StubExtension()] if stubs else installed
 
 
 class LibraryOperators(Extension):

@@ -125,14 +125,16 @@ def _get_forward_tile(sizes: _Sizes, element_bytes: int, *, is_paged: bool) -> t
     return tiles.get(head, (128, 64 if is_local else 80))
 
 
-def run_forward(query, key, value, options: HopperOptions) -> tuple[torch.Tensor, ...]:
-    """Return output and log-sum-exp, and if keys are split also both for each part in float32 (mha_fwd)."""
+def run_forward(query, key, value, options: HopperOptions, out=None) -> tuple[torch.Tensor, ...]:
+    """Return output (`out`, or a new tensor) and log-sum-exp, and if keys are split also both for each part in float32
+    (mha_fwd)."""
     query, key = maybe_contiguous(query), maybe_contiguous(key)
     if value.stride(-1) != 1 and value.stride(-3) != 1:
         value = value.contiguous()
     sizes, has_varying_lengths = _Sizes(query, key, value, options), options.has_varying_lengths
     dtype = query.dtype if query.dtype != torch.float8_e4m3fn else torch.bfloat16
-    out = query.new_empty((*query.shape[:-1], sizes.head_v), dtype=dtype)
+    if out is None:
+        out = query.new_empty((*query.shape[:-1], sizes.head_v), dtype=dtype)
     rows = (sizes.batch, sizes.heads, sizes.queries) if options.cu_seqlens_q is None else (sizes.heads, query.shape[0])
     lse = query.new_empty(rows, dtype=torch.float32)
     splits = options.num_splits if options.num_splits > 0 else _choose_num_splits(sizes, options, query.element_size())

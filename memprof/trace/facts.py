@@ -63,7 +63,7 @@ _COMMON_FIELDS = [f.name for f in dataclasses.fields(Target) if f.name in Target
 
 
 # How a program may end (`memprof.script.EndReason`).
-ENDINGS = ("steps", "exit", "timeout", "error", "not simulated", "refused", "another rank", "interrupted")
+ENDINGS = ("steps", "ready", "exit", "timeout", "error", "not simulated", "refused", "another rank", "interrupted")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ class MemoryStatistics(Protocol):
     def snapshot(self) -> dict[str, Any]:
         """Return the snapshot that `torch.cuda.memory._snapshot()` returns."""
 
+    def change_settings(self, other: Any) -> None:
+        """Use the allocator settings of `other`, statistics of the same GPU, for requests from now on."""
+
 
 class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
@@ -64,9 +67,12 @@ class _LiveStatistics:
     def snapshot(self) -> dict[str, Any]:
         return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
 
+    def change_settings(self, other: Any) -> None:
+        """Do nothing: these statistics do not depend on settings."""
+
 
 class AllocatorAnswers:
-    """Memory statistics of each GPU, created at the first query and again after the settings have changed."""
+    """Memory statistics of each GPU, created at the first query."""
 
     def __init__(self, recorder: Recorder, make_statistics: Callable[[Trace], MemoryStatistics] | None) -> None:
         self._recorder = recorder
@@ -82,13 +88,16 @@ class AllocatorAnswers:
             stats = self._stats[device] = _LiveStatistics(self._recorder) if self._make is None else self._make(trace)
         return stats
 
-    def discard(self) -> None:
-        """Discard the statistics, so that the next query uses the new settings."""
-        self._stats.clear()
+    def change_settings(self) -> None:
+        """Make what has been asked for so far use the current settings for requests from now on."""
+        old_stats, self._stats = self._stats, {}
+        for device, stats in old_stats.items():
+            stats.change_settings(self.get_statistics(device))
+        self._stats = old_stats
 
 
 class RunSettings:
-    """The allocator's settings for the entire run; a change after the first allocation is noted as an assumption."""
+    """The allocator's settings as the program sets them; a change after the first allocation becomes an assumption."""
 
     def __init__(
         self,
@@ -112,9 +121,9 @@ class RunSettings:
         self._alloc_conf = alloc_conf
         if self._settings is not None:
             self._settings.set(alloc_conf)
-        self._statistics.discard()
+        self._statistics.change_settings()
         if self._storages.peak_bytes:
             self._assume(
-                f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
-                f"{self._storages.live_bytes:,} bytes were on the GPU."
+                f"The program set allocator settings {alloc_conf!r} when {self._storages.live_bytes:,} bytes were "
+                "on the GPU: its queries follow that, and this report has the last settings from the beginning on."
             )

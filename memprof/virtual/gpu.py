@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.patching import Extension, find_extensions
+from memprof.serving.budget import EngineBudget
 from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
@@ -84,6 +85,15 @@ class VirtualGpu(Watch):
         )
         self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
+
+    @property
+    def on_engine_start(self) -> Callable[[EngineBudget], None]:
+        """Return the function that is called with the budget of an inference engine that has started or refused to."""
+        return self._context.on_engine_start
+
+    @on_engine_start.setter
+    def on_engine_start(self, function: Callable[[EngineBudget], None]) -> None:
+        self._context.on_engine_start = function
 
     @property
     def trace(self) -> Trace:

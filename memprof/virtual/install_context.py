@@ -11,6 +11,7 @@ import torch
 
 from memprof.device.catalog import Gpu
 from memprof.patching import PatchSet
+from memprof.serving.budget import EngineBudget
 from memprof.torch_private.check import check_required_names
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
@@ -107,6 +108,10 @@ class InstallContext:
             else MultiRankBackend(assume, self.values, channel)
         )
         self.subprocesses = Subprocesses(environment)
+        # Memory on each GPU that grows outside the allocator and that no rule computes, from published figures.
+        self.outside_torch_bytes = 0
+        # Called with the EngineBudget of an inference engine once it has started, or has refused to.
+        self.on_engine_start: Callable[[EngineBudget], None] = lambda budget: None
 
     def mark_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Treat the values of `tensor` as unknown: a skipped kernel had it as an argument, and may have written it."""
@@ -132,4 +137,5 @@ class InstallContext:
 
     def used_bytes(self, device: str) -> int:
         """Return the bytes in use on a GPU, as nvidia-smi shows them."""
-        return self.options.context_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]
+        fixed_bytes = self.options.context_bytes + self.outside_torch_bytes
+        return fixed_bytes + self.memory.get_statistics(device).stats()["reserved_bytes.all.current"]

@@ -120,8 +120,10 @@ class Moves:
         with torch.DisableTorchFunction():
             return self._copy_to(gradient, source, HOST, device=_META)
 
-    def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def _copy_(self, tensor: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
         """Return the result of `copy_`. Between GPUs, a source that requires a gradient is moved first."""
+        if not isinstance(source, torch.Tensor):  # a number, of which torch makes a tensor below the dispatch mode
+            source = torch.tensor(source, dtype=tensor.dtype)
         if isinstance(source, torch.Tensor) and source.requires_grad:
             devices = self._device_name(source), self._device_name(tensor)
             if not (self._device_state.gpus.has_several and torch.is_grad_enabled()):

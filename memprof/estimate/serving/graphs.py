@@ -1,4 +1,4 @@
-"""CUDA graphs of vLLM: how much its profiler estimates, and memory outside torch, from published start-up logs.
+"""CUDA graphs of vLLM: how much its profiler estimates, from published start-up logs.
 
 The profiler captures two graphs of each kind, and counts the second one's bytes, at least 1 MiB, for each other graph
 (v1/worker/gpu_model_runner.py, profile_cudagraph_memory, 0.20 to 0.28). What the first takes does not follow from
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.serving.model import ServedModel
-from memprof.serving.releases import VllmRules
 from memprof.units import GIB, MIB
 
 # The first graph, from the estimates of 11 published logs of 0.19 to 0.22 with 51 sizes of piecewise graphs and 35 or
@@ -22,14 +21,6 @@ _MAX_CAPTURE_SIZE = 512  # vllm/config/vllm.py, _set_cudagraph_sizes.
 # for 35 sizes in logs with an fp8 or nvfp4 cache on GPUs of compute capability 12.
 _FLASHINFER_BYTES = round(4.8 * GIB / 35)
 _QUANTIZED_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-# Growth of memory that torch does not count, from the first CUDA call to the end of the profile run: libraries, local
-# memory of kernels on each multiprocessor and, with several GPUs, NCCL and the buffers of all-reduce. Published logs on
-# H100s: 0.13 to 0.14 GiB up to 0.17, 0.24 to 0.27 since 0.18; with tensor parallelism 0.55 and 2.07 to 2.21, and 0.27
-# on A100s with 0.10. Other GPUs since 0.21: 0.08 GiB with 36 multiprocessors, 0.16 with 58, 0.43 with 188.
-_OUTSIDE_HOPPER, _OUTSIDE_EARLIER = round(0.25 * GIB), round(0.13 * GIB)
-_OUTSIDE_PER_SM = round(2.3 * MIB)
-_OUTSIDE_PARALLEL_OLDEST = round(0.27 * GIB)
-_OUTSIDE_PARALLEL, _OUTSIDE_PARALLEL_EARLIER = round(2.1 * GIB), round(0.55 * GIB)
 
 
 def list_capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
@@ -54,16 +45,3 @@ def estimate_graph_bytes(
     if kv_cache_dtype in _QUANTIZED_CACHES and gpu.compute_capability[0] == 12 and model.global_geometry is None:
         return max(num_bytes, num_full * _FLASHINFER_BYTES)
     return num_bytes
-
-
-def estimate_outside_torch(gpu: Gpu, rules: VllmRules, tensor_parallel: int) -> int:
-    """Return the bytes outside torch that the engine subtracts on each GPU."""
-    is_recent = rules.release >= (0, 18)
-    if tensor_parallel == 1 and not is_recent:
-        return _OUTSIDE_EARLIER
-    if tensor_parallel == 1:
-        return _OUTSIDE_HOPPER if gpu.compute_capability[0] == 9 else _OUTSIDE_PER_SM * gpu.num_sms
-    if rules.release < (0, 11):
-        return _OUTSIDE_PARALLEL_OLDEST
-    # Without NVLink there is no custom all-reduce (distributed/device_communicators/custom_all_reduce.py).
-    return _OUTSIDE_PARALLEL if is_recent and gpu.nvlink_bandwidth else _OUTSIDE_PARALLEL_EARLIER

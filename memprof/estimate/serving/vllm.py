@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.serving.cache import CacheLayout, build_layout
-from memprof.estimate.serving.graphs import estimate_graph_bytes, estimate_outside_torch
+from memprof.estimate.serving.graphs import estimate_graph_bytes
 from memprof.estimate.serving.lora import DEFAULT_RANK, count_lora_bytes
 from memprof.estimate.serving.model import ServedModel
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.profile import ProfileSettings, compute_profile_peak, uses_second_runner
 from memprof.estimate.serving.weights import count_weight_bytes, find_weight_format
 from memprof.serving.budget import EngineBudget
+from memprof.serving.outside_torch import estimate_outside_torch
 from memprof.serving.releases import LATEST_VLLM, VllmRules, read_vllm_rules
 from memprof.units import GIB
 

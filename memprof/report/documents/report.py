@@ -27,6 +27,7 @@ from memprof.report.documents.limit import LargestSearch
 from memprof.report.documents.patch import SuggestedPatch
 from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.frames import RowTable
+from memprof.serving.budget import EngineBudget
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
 from memprof.trace.json_values import json_name
@@ -153,6 +154,8 @@ class Report(DisplayedDocument):
     ranks: tuple[RankRow, ...] = ()
     # Memory by CUDA stream, if several streams allocated.
     streams: StreamMemory | None = None
+    # An inference engine that the script has started, or that has refused to start; None: there is none.
+    engine: EngineBudget | None = None
     # Bytes by category at a hundred moments; None: a report of an early memprof release.
     over_time: OverTime | None = None
     # The ledger that the report was made of, for figures; None: the report is from JSON, or has only totals.

@@ -10,7 +10,7 @@ from memprof.units import GIB, KIB
 
 _WIDTH = 100
 _UTILIZATION_FLAGS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
-_SOURCES = {RUN: "the engine's own code on the virtual GPU", LOG: "the engine's log"}
+_SOURCES = {RUN: "the engine's own code", LOG: "the engine's log"}
 
 
 def render_engine_budget(budget: EngineBudget, *, explain: bool = False, quiet: bool = False) -> str:
@@ -21,7 +21,7 @@ def render_engine_budget(budget: EngineBudget, *, explain: bool = False, quiet: 
         sections.append([*_format_command(budget)])
         if explain:
             sections.append(["Assumptions:", *(line for text in budget.assumptions for line in _wrap(f"- {text}"))])
-        elif budget.assumptions:
+        elif budget.assumptions and budget.source != RUN:
             sections.append(["Assumptions: --explain"])
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -72,6 +72,7 @@ def _format_table(budget: EngineBudget) -> Iterator[str]:
         ("may be used", None if is_llama_cpp else budget.budget_bytes, share),
         ("- weights", budget.weights_bytes, ", ".join(names)),
         ("- outside torch", budget.outside_torch_bytes, "CUDA context, libraries, NCCL"),
+        ("- buffers", budget.buffers_bytes, "the engine's own, which stay allocated"),
         (
             "- compute buffer" if is_llama_cpp else "- profile run",
             budget.profile_peak_bytes,

@@ -102,7 +102,7 @@ def _choose_num_splits(blocks: int, sms: int, key_blocks: int) -> int:
     return find_efficient_split(blocks, sms, [n for n in part_sizes if part_sizes[n] != part_sizes.get(n - 1)])
 
 
-def _allocate_splits(
+def allocate_splits(
     query: torch.Tensor, batch: int, heads: int, head: int, queries: int, keys: int, splits: int
 ) -> tuple[torch.Tensor, ...]:
     """Return log-sum-exp and output of each part of split keys (set_params_splitkv); chooses `splits` if below 1."""
@@ -137,7 +137,7 @@ def run_forward(
     splits: tuple[torch.Tensor, ...] = ()
     if no_dropout and (lengths is None or swaps_groups):
         heads, queries = (key.shape[-2], groups) if swaps_groups else (heads, queries)
-        splits = _allocate_splits(query, batch, heads, head, queries, keys, 0)
+        splits = allocate_splits(query, batch, heads, head, queries, keys, 0)
     rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
     del splits
     return out, lse, probabilities, rng_state
@@ -310,7 +310,7 @@ def flash_attn_with_kvcache(
     if new_tokens:
         mark_written(k_cache, v_cache)
     rows, split_heads = (groups, key_heads) if swaps_groups else (queries, heads)
-    splits = _allocate_splits(q, batch, split_heads, round_up(head_size, 8), rows, keys, num_splits)
+    splits = allocate_splits(q, batch, split_heads, round_up(head_size, 8), rows, keys, num_splits)
     if head_size % 8:
         out = out[..., :head_size]
         if k is not None:

@@ -64,6 +64,7 @@ _AOT_SETTINGS = {
 _SKIPPED_PACKAGES = ("virtual", "stubs", "watch", "patching", "torch_private")
 _SKIPPED_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}" for name in _SKIPPED_PACKAGES)
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_KEPT_NAMES = ("default_generators", "graph_pool_handle")  # of `torch.cuda`, that keep their patches
 
 
 class Compiler(Extension):
@@ -173,7 +174,9 @@ class Compiler(Extension):
         from memprof.virtual.compiled import saved_tensors, side_effects, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
-        self._driver_patches = list(patch_driver(self._device_state.gpus))
+        # Backends of others, such as vLLM's, ask for a pool while they compile.
+        pool_patch: Patch = (torch.cuda, "graph_pool_handle", torch.cuda.graph_pool_handle)
+        self._driver_patches = [*patch_driver(self._device_state.gpus), pool_patch]
         self._device_choices = tracing.DeviceChoices(self._device_state)
         self._patch_frame_entry()
         self._compiler_patches.apply_all(self._make_patches())
@@ -350,7 +353,7 @@ class Compiler(Extension):
 def _gpu_patches(gpus: Gpus, properties: Any, driver_patches: list[Patch]) -> Iterator[Patch]:
     """Yield patches of the private functions by which Dynamo and Inductor query the GPU."""
     # Inductor queries the accelerator's streams.
-    yield from (patch for patch in driver_patches if patch[1].startswith("_cuda") or patch[1] == "default_generators")
+    yield from (patch for patch in driver_patches if patch[1].startswith("_cuda") or patch[1] in _KEPT_NAMES)
     # torch built for CUDA would query the current device of a driver that does not exist.
     yield cuda.accelerator_get_accelerator.patch(make_constant_function(None))
     for private_name in (cuda.exchange_device_of_torch, cuda.maybe_exchange_device_of_torch):

@@ -1,4 +1,4 @@
-"""Patches of pynvml, by which NVML reports virtual GPUs."""
+"""Patches of pynvml and of its copies, by which NVML reports virtual GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from memprof.virtual.cuda_api.driver import UUID
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 
+_P2P_OK, _P2P_NOT_SUPPORTED = 0, 5  # NVML_P2P_STATUS_OK, NVML_P2P_STATUS_NOT_SUPPORTED (nvml.h)
+
 
 class Pynvml(Extension):
     """Patches of the functions of pynvml."""
 
-    imports = ("pynvml",)
+    imports = ("pynvml", "vllm.third_party.pynvml")  # the latter is vLLM's copy
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches by which the functions of pynvml report virtual GPUs."""
@@ -55,4 +57,7 @@ def _make_replacements(gpu: Gpu, gpus: Gpus, used_bytes: Callable[[str], int]) -
         "nvmlDeviceGetPowerUsage": lambda device: 0,
         "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
         "nvmlDeviceGetComputeRunningProcesses": list_processes,
+        "nvmlDeviceGetP2PStatus": lambda device, other, capability: (
+            _P2P_OK if gpu.nvlink_bandwidth else _P2P_NOT_SUPPORTED
+        ),
     }

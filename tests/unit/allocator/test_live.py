@@ -46,6 +46,20 @@ def test_peaks_begin_anew():
     assert memory.stats()["allocated_bytes.all.peak"] == 5 * MIB
 
 
+def test_settings_hold_for_what_comes_after_them():
+    script = TraceBuilder()
+    memory = LiveAllocator(script.trace, GPU)
+    script.free(script.alloc(30 * MIB))
+    script.alloc(3 * MIB)  # splits the cached segment
+    memory.change_settings(LiveAllocator(script.trace, GPU, parse_config("max_split_size_mb:20")))
+    script.free(script.alloc(50 * MIB))
+    script.alloc(3 * MIB)  # neither in the 27 MiB that are left of the first segment, nor in the 50 MiB: 20 MiB
+    stats = memory.stats()
+    assert stats["reserved_bytes.all.current"] == 100 * MIB and stats["allocated_bytes.all.current"] == 6 * MIB
+    assert stats["allocated_bytes.all.peak"] == 53 * MIB
+    assert stats["oversize_segments.current"] == 2
+
+
 def test_accumulated_counters_begin_anew():
     script = TraceBuilder()
     memory = LiveAllocator(script.trace, GPU)

@@ -119,6 +119,20 @@ def test_libraries_known_to_take_more_than_they_should(versions: dict[str, str],
     assert all(finding.source.startswith("github.com/") for finding in found)
 
 
+def test_vllm_without_the_packages_that_it_imports():
+    def find_problems(missing: tuple[str, ...]) -> list[Check]:
+        def find_version(name: str) -> str | None:
+            return None if name in missing or name.startswith("nvidia-") else "0.33.0"
+
+        found = check_installation(environment(), NvmlSample(), HostLimits(), find_version, PrivateNames())
+        return [check for check in found.findings if check.problem.startswith("vllm")]
+
+    assert find_problems(()) == find_problems(("vllm", "pyzmq")) == []
+    (check,) = find_problems(("pyzmq", "xgrammar"))
+    assert check.problem == "vllm 0.33.0 cannot start: it imports pyzmq, xgrammar"
+    assert check.command == "pip install pyzmq && pip install --no-deps xgrammar"
+
+
 def test_this_machine_can_be_looked_at():
     host = read_host_limits()
     assert host.total is None or host.total > 0

@@ -63,6 +63,19 @@ def test_a_module(script, tmp_path, monkeypatch, capsys):
     assert program.command == ["-m", "package.train", "a"]
 
 
+def test_a_command_that_a_package_has_installed(script, tmp_path, monkeypatch, capsys):
+    command = script("#!/usr/bin/env python3\nimport sys; print(sys.argv)", "serve-model")
+    script("#!/bin/sh\necho", "shell-script")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    program = Program("serve-model", ("--port", "1"))
+    program.check()
+    assert program.run(StopRule()).ended is EndReason.EXIT
+    assert capsys.readouterr().out == f"['{command}', '--port', '1']\n"
+    assert program.command == ["serve-model", "--port", "1"]
+    with pytest.raises(UsageError, match="no such script"):
+        Program("shell-script").check()
+
+
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
