@@ -15,6 +15,7 @@ from torch.nn import functional
 import memprof
 from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import FIXES, Numerics
+from tests.lanes import by_day
 from tests.unit.fixes import models
 
 # The fixes that put forwards in place of the model's.
@@ -170,7 +171,7 @@ def test_a_wrapped_model_is_refused(name):
         assert models.state(wrapped) == before
 
 
-@pytest.mark.parametrize("name", ["chunked-loss", "activation-checkpointing"])
+@pytest.mark.parametrize("name", by_day(["chunked-loss", "activation-checkpointing"], "activation-checkpointing"))
 def test_compiled_afterwards(name):
     model = models.llama()
     wanted = loss_and_gradients(model)

@@ -56,8 +56,8 @@ def original() -> int:
         # The scores are a product and stay, their softmax runs again; so do norms and what the MLP multiplies.
         ("activation-checkpointing", {"policy": "selective"}, 5 * SCORES),
         ("cpu-offload-activations", {}, 6 * 2 * SCORES),
-        ("cpu-offload-optimizer", {}, 2 * 4 * PARAMETERS * 0.9),
-        ("cpu-offload-weights", {}, 6 * 2 * SCORES),
+        pytest.param("cpu-offload-optimizer", {}, 2 * 4 * PARAMETERS * 0.9, marks=pytest.mark.nightly),
+        pytest.param("cpu-offload-weights", {}, 6 * 2 * SCORES, marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

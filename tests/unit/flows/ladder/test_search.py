@@ -67,7 +67,7 @@ def fixes_of(*names: str) -> list[ChosenFix]:
     return [ChosenFix(FIXES[name]) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_not_run_could_not_fit():
     """Activations and logits that no fix of a set frees are there in its run, whatever else it does."""
     runs = SpecRuns(TargetSpec(model="pythia-70m", batch_size=4, context_length=512))

@@ -59,6 +59,7 @@ def test_an_answer(spec, capsys):
     assert measured not in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.nightly
 def test_a_model_larger_than_a_gpu(spec):
     """On one GPU it dies; each of two has half of it."""
     whole = library.profile(spec.edit(gpus=1, new_tokens=2, dtype="bfloat16"))[1].verdict.required_bytes

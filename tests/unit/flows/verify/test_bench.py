@@ -4,7 +4,7 @@ from memprof.flows.verify.bench import verify
 from memprof.flows.verify.specimens import SPECIMENS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_numbers_are_the_same_on_any_number_of_cores(monkeypatch):
     for name in ("gemma2", "handwritten", "npt"):  # two are enough, of those that nobody named
         monkeypatch.delitem(SPECIMENS, name)
