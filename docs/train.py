@@ -8,7 +8,7 @@ WORDS, WIDTH, BATCH, LENGTH = 32_000, 1024, 16, 512
 layer = nn.TransformerEncoderLayer(WIDTH, nhead=16, dim_feedforward=4096, dropout=0.0, batch_first=True)
 model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.TransformerEncoder(layer, 6), nn.Linear(WIDTH, WORDS)).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-predictions, labels = [], []
+predictions = []
 
 for _ in range(1000):
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), device="cuda")
@@ -18,7 +18,6 @@ for _ in range(1000):
     optimizer.step()
     optimizer.zero_grad()
     predictions.append(logits)
-    labels.append(tokens[:, 1:])
 
-accuracy = (torch.cat(predictions).argmax(-1) == torch.cat(labels)).float().mean()
-print(f"accuracy {accuracy:.3f}")
+predicted = torch.cat(predictions).argmax(-1)
+print(f"{predicted.unique().numel()} of {WORDS} words were predicted")

@@ -27,7 +27,7 @@ memprof recommend --gpu-vram 8
 memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090
 memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
-memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090
+memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090 --context-length 8192
 """
 
 MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
@@ -37,7 +37,12 @@ GGUF_TYPES = ("q4_k_m", "q4_k_s", "q5_k_m", "q6_k", "q8_0", "q4_0", "f16", "bf16
 KV_CACHE_DTYPES = ("auto", "fp8", "nvfp4")
 _ENGINE_OPTIONS = (
     "engine_release", "concurrency", "memory_utilization", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
-    "gguf_type",
+    "max_loras", "gguf_type",
+)  # fmt: skip
+_SERVER_OPTIONS = ("engine_release", "memory_utilization", "max_num_seqs")  # Those that llama.cpp does not have.
+# What other goals take, and an engine does not.
+_OTHER_GOALS = (
+    "adapter", "lora_targets", "dtype", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html",
 )  # fmt: skip
 # Names of the formats that engines have, by memprof's.
 _WEIGHT_FORMATS = {"int8": "int8", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
@@ -117,6 +122,10 @@ class RecommendOptions(ExplainOptions, PageOptions):
     max_num_batched_tokens: int | None = option(
         None, ENGINE_PANEL, "Tokens that it computes together at most.", metavar="COUNT", is_count=True,
         unset="the engine's",
+    )  # fmt: skip
+    max_loras: int | None = option(
+        None, ENGINE_PANEL, "Slots for LoRA adapters that vLLM allocates with the weights, of rank --lora-rank.",
+        metavar="COUNT", is_count=True, unset="none",
     )  # fmt: skip
     gguf_type: str | None = option(
         None, ENGINE_PANEL, "Type of llama.cpp's file of weights: {choices}.", metavar="NAME", choices=GGUF_TYPES,
@@ -208,9 +217,23 @@ class RecommendOptions(ExplainOptions, PageOptions):
             raise UsageError(
                 "llama.cpp is computed for one GPU and a GGUF file", hint="leave out --quantize and --gpus"
             )
-        for name in ("adapter", "amp", "lengths", "snippet", "row", "batch_size", "effective_batch", "html"):
-            if (value := getattr(self, name)) is not None:
-                flag = "--" + name.replace("_", "-")
+        words = (word for source in settings.sources for word in source.arguments)
+        from_files = {word.partition("=")[0] for word in words}  # which are for other commands too
+        if self.engine != "vllm" and self.max_loras is not None:
+            raise UsageError("--max-loras is for vllm", value=self.max_loras, hint="leave out --max-loras")
+        if self.lora_rank is not None and self.max_loras is None and "--lora-rank" not in from_files:
+            raise UsageError("--lora-rank needs slots here", value=self.lora_rank, hint="add --max-loras COUNT")
+        if self.engine == "llama.cpp":
+            for name in _SERVER_OPTIONS:
+                if (value := getattr(self, name)) is not None:
+                    flag = "--" + name.replace("_", "-")
+                    hint = "give --concurrency, its --parallel" if name == "max_num_seqs" else f"leave out {flag}"
+                    raise UsageError(f"{flag} is not for llama.cpp", value=value, hint=hint)
+            if self.kv_cache_dtype == "nvfp4":
+                raise UsageError("llama.cpp has no such cache", value=self.kv_cache_dtype, hint="give fp8, for q8_0")
+        for name in _OTHER_GOALS:
+            flag = "--" + name.replace("_", "-")
+            if (value := getattr(self, name)) is not None and flag not in from_files:
                 raise UsageError(f"{flag} is not for an inference engine", value=value, hint=f"leave out {flag}")
 
     def build_spec(self) -> TargetSpec:
@@ -263,6 +286,7 @@ def _recommend_engine(request: RecommendOptions, engine: str) -> NoReturn:
         release=request.engine_release, context_length=request.context_length, concurrency=request.concurrency,
         tensor_parallel=request.gpus, utilization=request.memory_utilization, max_num_seqs=request.max_num_seqs,
         max_num_batched_tokens=request.max_num_batched_tokens, kv_cache_dtype=request.kv_cache_dtype or "auto",
+        max_loras=request.max_loras or 0, max_lora_rank=request.lora_rank,
         quantization=request.gguf_type or (None if request.quantize is None else _WEIGHT_FORMATS[request.quantize]),
     )  # fmt: skip
     budget = recommend_engine(engine, request.model or "", gpu, options, is_size=request.model_is_size)

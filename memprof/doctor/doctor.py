@@ -86,7 +86,7 @@ def diagnose_log(
             errors.append(error)
     by_priority = sorted(errors, key=lambda error: error.signature.priority)[:MAX_DIAGNOSES]
     diagnoses = [replace(_explain(error, log.head, options, model), count=counts[error.key]) for error in by_priority]
-    budget = read_engine_start(log.head)
+    budget = read_engine_start(log.start_text)
     if budget is not None and diagnoses:
         budget = replace(budget, refusal=diagnoses[0].title, changes=())
     return diagnoses, budget

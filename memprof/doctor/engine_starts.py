@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from memprof.doctor.log_lines import strip_colors
 from memprof.serving.budget import LOG, BudgetChange, EngineBudget
 from memprof.units import GIB, MIB
 
@@ -72,7 +73,6 @@ _VLLM_TEXTS: _Patterns = {
     "kv_cache_dtype": (r"\bkv_cache_dtype=(?!auto)'?(\w+)",),
 }
 _SGLANG_SIZES: _Patterns = {
-    "weights_bytes": (rf"Load weight end\b.*?mem usage={_NUMBER} ?GB",),
     "total_bytes": (rf"total capacity of {_NUMBER} GiB",),
     "graph_taken_bytes": (rf"Capture cuda graph end\b.*?mem usage={_NUMBER} ?GB",),
 }
@@ -90,8 +90,21 @@ _SGLANG_TEXTS: _Patterns = {
 }  # fmt: skip
 
 
+_SGLANG_WEIGHTS = rf"Load weight end\b.*?mem usage={_NUMBER} ?GB"
+_SGLANG_POOL = rf"#tokens: {_COUNT}, (?:K size: {_NUMBER} GB, V size: {_NUMBER} GB|KV size: {_NUMBER} GB)"
+# What a server prints once, before anything else that is read here.
+_START = re.compile(r"vLLM API server version|non-default args: |server_args=ServerArgs\(")
+
+
 def read_engine_start(log: str) -> EngineBudget | None:
-    """Return what the beginning of a log says of an engine's memory; None: fewer than two sizes of an engine."""
+    """Return what a log says of an engine's memory at its last start; None: fewer than two sizes of an engine."""
+    log = strip_colors(log)
+    starts = [match.start() for match in _START.finditer(log)]
+    last = None if not starts else _read_start(log[starts[-1] :])
+    return last or _read_start(log)
+
+
+def _read_start(log: str) -> EngineBudget | None:
     readers: tuple[tuple[str, Callable[[str], EngineBudget | None]], ...] = (
         (
             r"Available KV cache memory|KV cache size: |# GPU blocks|Model loading took|Loading model weights took",
@@ -128,12 +141,18 @@ def _read_vllm(log: str) -> EngineBudget | None:
 
 def _read_sglang(log: str) -> EngineBudget | None:
     fields = _read_fields(log, _SGLANG_SIZES, _SGLANG_COUNTS, _SGLANG_NUMBERS, _SGLANG_TEXTS)
-    # A pool for windowed layers and one for full ones have a line each.
-    pools = re.findall(rf"#tokens: {_COUNT}, K size: {_NUMBER} GB, V size: {_NUMBER} GB", log)
-    last_pools = {tokens: float(k) + float(v) for tokens, k, v in pools[-2:]}
-    if last_pools:
-        fields["kv_cache_bytes"] = int(sum(last_pools.values()) * GIB)
-        fields["num_tokens"] = max(int(tokens.replace(",", "")) for tokens in last_pools)
+    # A draft model has weights and a pool of its own, and windowed layers have a pool beside that of full ones. Each
+    # rank of tensor parallelism prints them all; one rank is read.
+    ranks = re.findall(r"\bTP(\d+)\b", log)
+    lines = [line for line in log.splitlines() if not re.search(r"\bTP\d", line) or f"TP{min(ranks)}" in line]
+    weights = [float(size) for line in lines for size in re.findall(_SGLANG_WEIGHTS, line)]
+    if weights:
+        fields["weights_bytes"] = int(sum(weights) * GIB)
+    pools = [match for line in lines for match in re.finditer(_SGLANG_POOL, line)]
+    if pools:
+        sizes = (float(size) for pool in pools for size in pool.groups()[1:] if size)
+        fields["kv_cache_bytes"] = int(sum(sizes) * GIB)
+        fields["num_tokens"] = max(int(pool[1].replace(",", "")) for pool in pools)
     if fields.get("num_tokens") and fields.get("context_length"):
         fields["concurrency"] = fields["num_tokens"] / fields["context_length"]
     return _make_budget("sglang", fields)

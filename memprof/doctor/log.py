@@ -6,6 +6,8 @@ The chunks are searched as bytes, so that the disk limits the speed; memory use 
 from __future__ import annotations
 
 import codecs
+import re
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from typing import BinaryIO
@@ -19,6 +21,15 @@ _BYTES_BEFORE = 24 << 10  # Text before an error, with its traceback.
 _BYTES_AFTER = 4 << 10  # Text after the beginning of a message.
 MAX_PASSAGES = 60  # Passages per anchor: a service that retries repeats its errors.
 _HEAD_BYTES = 256 << 10  # Beginning of the log, where programs print their options.
+# What inference engines print of a start, which a service that is started again prints later, too (engine_starts.py).
+_START_WORDS = re.compile(
+    rb"vLLM API server version|non-default args: |engine \(v|odel (?:loading|weights) took|Estimated CUDA graph"
+    rb"|KV cache (?:memory: |size: )|concurrency for |Graph capturing finished|memory on device|ServerArgs\("
+    rb"|Load weight end|KV Cache is|max_total_num_tokens="
+)
+_START_ANCHORS = (b"odel loading took", b"KV cache memory: ", b"Load weight end")  # One is in each start.
+_MAX_START_LINES = 400
+_MAX_START_LINE = 16 << 10
 
 _SNAPSHOT_HINT = "a snapshot of torch is for: memprof analyze FILE"
 _MAGIC_BYTES: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
@@ -59,6 +70,7 @@ class LogReader:
         self._stream = stream
         self._name = name
         self.head = ""  # The beginning of the log, complete after `read_passages`.
+        self._start_lines: deque[str] = deque(maxlen=_MAX_START_LINES)
         self._num_left = dict.fromkeys(_WORDS_BY_ANCHOR, MAX_PASSAGES)
 
     def read_passages(self) -> Iterator[Passage]:
@@ -68,8 +80,11 @@ class LogReader:
         buffer_start, num_lines_before, searched_end = 0, 0, 0
         for chunk in self._read_chunks():
             buffer += chunk
+            new = 0
             if len(self.head) < _HEAD_BYTES:
-                self.head += chunk[: _HEAD_BYTES - len(self.head)].decode(errors="replace")
+                new = _HEAD_BYTES - len(self.head)
+                self.head += chunk[:new].decode(errors="replace")
+            self._collect_start_lines(chunk, new)
             # The end of the buffer is searched with the next chunk.
             search_end = len(buffer) - _BYTES_AFTER if chunk else len(buffer)
             for offset in self._find_words(buffer, searched_end - buffer_start, search_end):
@@ -92,6 +107,24 @@ class LogReader:
             num_lines_before += buffer.count(b"\n", 0, keep_start)
             buffer_start += keep_start
             buffer = buffer[keep_start:]
+
+    @property
+    def start_text(self) -> str:
+        """The beginning of the log and, of what follows, the lines of an engine's start."""
+        return self.head + "\n" + "\n".join(self._start_lines)
+
+    def _collect_start_lines(self, chunk: bytes, begin: int) -> None:
+        """Keep the lines of `chunk` from `begin` on that an engine prints at its start; one that is cut by the end of a
+        chunk is lost."""
+        if not any(chunk.find(anchor, begin) >= 0 for anchor in _START_ANCHORS):
+            return
+        offset = begin
+        while (match := _START_WORDS.search(chunk, offset)) is not None:
+            line_start = max(chunk.rfind(b"\n", 0, match.start()) + 1, match.start() - _MAX_START_LINE)
+            line_end = chunk.find(b"\n", match.end())
+            offset = len(chunk) if line_end < 0 else line_end
+            line = chunk[line_start : min(offset, match.end() + _MAX_START_LINE)]
+            self._start_lines.append(line.decode(errors="replace"))
 
     def _find_words(self, buffer: bytes, begin: int, end: int) -> list[int]:
         """Return the sorted offsets in `buffer`, from `begin` to `end`, at which an error message may begin."""

@@ -30,9 +30,14 @@ _LOG_PREFIX = re.compile(
 )
 
 
+def strip_colors(text: str) -> str:
+    """Return `text` without ANSI escape sequences."""
+    return _ANSI.sub("", text)
+
+
 def clean_line(line: str) -> str:
     """Return `line` without ANSI colors, carriage returns, and the prefixes of launchers and loggers."""
-    line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
+    line = strip_colors(line.rstrip("\r\n")).rpartition("\r")[2]
     for _ in range(4):
         line = _LOG_PREFIX.sub("", line)
     return line

@@ -346,9 +346,11 @@ def _find_largest(trace: Trace, leak: LeakGroup) -> int:
 
 
 def describe_tensor(trace: Trace, leak: LeakGroup) -> str:
-    """Return shape, dtype and line of the largest tensor of a leak."""
+    """Return shape, dtype and, where it is known, line of the largest tensor of a leak."""
     storage = trace.storages[_find_largest(trace, leak)]
-    return f"{format_shape(storage.shape)} {storage.dtype} of {file_and_line(trace.source_line(storage))}"
+    line = trace.source_line(storage)
+    place = "" if line is None else f" of {file_and_line(line)}"
+    return f"{format_shape(storage.shape)} {storage.dtype}{place}"
 
 
 def exhaustion_evidence(context: Context, bytes_each: int, unit: str) -> Evidence | None:

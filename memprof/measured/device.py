@@ -193,6 +193,7 @@ class MeasuredDevice(Watch):
         self._marks.begin_phase(self._phase)
 
     num_events = None  # counted by torch's profiler, after the run
+    room_bytes = None  # other processes may use the GPU too
 
     @property
     def held_bytes(self) -> int:

@@ -65,7 +65,8 @@ class _StopRecord:
             return
         now = time.monotonic()
         self._requested_end = now if self._requested_end is None else self._requested_end
-        progress = RunProgress(completed, self._live_bytes, self._device.num_events, now - self._requested_end)
+        seconds = now - self._requested_end
+        progress = RunProgress(completed, self._live_bytes, self._device.num_events, seconds, self._device.room_bytes)
         try:
             with self.record_stop():
                 self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)

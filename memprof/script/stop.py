@@ -48,6 +48,10 @@ MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS = 10_000, 15.0
 # While memory grows, it goes on up to these limits (half a minute of CPU time), to see it level off, or run out.
 MAX_GROWING_EVENTS, MAX_GROWING_SECONDS = 200_000, 300.0
 
+# Memory that grows so slowly that the GPU has room for more steps than these may level off as well, but whether it does
+# is worth fewer events.
+MIN_SLOW_STEPS, MAX_SLOW_EVENTS = 10_000, 50_000
+
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
@@ -57,6 +61,7 @@ class RunProgress:
     held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     seconds: float = 0.0  # since the end of the step at which the run could stop
+    room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
 
     @property
     def growth_bytes(self) -> int:
@@ -88,7 +93,9 @@ class StopRule:
             if progress.num_events < MAX_CHEAP_EVENTS and progress.seconds < MAX_CHEAP_SECONDS:
                 return True
             if growth >= MIN_GROWTH_BYTES:
-                return progress.num_events < MAX_GROWING_EVENTS and progress.seconds < MAX_GROWING_SECONDS
+                is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
+                max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
+                return progress.num_events < max_events and progress.seconds < MAX_GROWING_SECONDS
         return growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS
 
     @contextlib.contextmanager

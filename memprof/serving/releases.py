@@ -12,6 +12,9 @@ OLDEST_VLLM = (0, 8)
 _RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 # How the sampler's dummy run selects tokens; it decides the peak of most profile runs.
 SORT, TRITON, FLASHINFER = "sort", "triton", "flashinfer"
+# Families whose models had the V2 model runner before it became the default of all (vllm/config/vllm.py, 0.22 to 0.28).
+_SECOND_RUNNER_DENSE = ("qwen3", "llama", "mistral")
+_SECOND_RUNNER_EXPERTS = ("deepseek_v2", "qwen2_moe", "granitemoe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +34,24 @@ class VllmRules:
         _scoped_allocator_max_split, since 0.21), so that what a segment has beyond a large tensor stays unused."""
         return self.release >= (0, 21)
 
-    def subtracts_graphs(self, *, is_moe: bool) -> bool:
+    def subtracts_graphs(self, *, is_second_runner: bool) -> bool:
         """Return whether estimated CUDA graphs are subtracted before the KV cache is sized: the default of
         VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS is 0 in 0.19 and 1 in 0.20 (vllm/envs.py); 0.17 has no estimate. The
         V2 model runner estimates none before 0.29 (v1/worker/gpu/model_runner.py, profile_cudagraph_memory)."""
-        if self.release < (0, 29) and self.uses_second_runner(is_moe=is_moe):
-            return False
-        return self.release >= (0, 20)
+        return self.release >= (0, 29) or (self.release >= (0, 20) and not is_second_runner)
 
-    @property
-    def sampler(self) -> str:
-        """Return how top-k and top-p are applied: by FlashInfer up to 0.10, where its image has it; by sorting up to
-        0.16; by a Triton kernel since 0.17 (vllm/v1/sample/ops/topk_topp_triton.py); by FlashInfer since 0.21
-        (VLLM_USE_FLASHINFER_SAMPLER is then on)."""
-        if self.release >= (0, 21) or self.release < (0, 11):
+    def find_sampler(self, capability: tuple[int, int]) -> str:
+        """Return how top-k and top-p are applied on a GPU of compute capability `capability`: by FlashInfer up to 0.10,
+        where its image has it; by sorting up to 0.16; by a Triton kernel since 0.17
+        (vllm/v1/sample/ops/topk_topp_triton.py); by FlashInfer since 0.21 (VLLM_USE_FLASHINFER_SAMPLER is then on) from
+        7.5 on, since 0.25 from 8.0 on (attention/backends/flashinfer.py, supports_compute_capability)."""
+        if self.release < (0, 11):
+            return FLASHINFER
+        if self.release >= (0, 21) and capability >= ((8, 0) if self.release >= (0, 25) else (7, 5)):
             return FLASHINFER
         return TRITON if self.release >= (0, 17) else SORT
 
-    @property
-    def num_float32_logits(self) -> int:
+    def count_float32_logits(self, sampler: str) -> int:
         """Return the tensors as large as the float32 logits (requests x vocabulary) at the sampler's peak, beside the
         logits in the model's dtype.
 
@@ -58,7 +60,7 @@ class VllmRules:
         FlashInfer: logits, logits masked by top-k and probabilities (top_k_top_p_sampling_from_logits); logs of 0.10
         have one less.
         """
-        if self.sampler == SORT:
+        if sampler == SORT:
             return 9
         return 2 if self.release < (0, 11) else 3
 
@@ -68,10 +70,25 @@ class VllmRules:
         (vllm/v1/worker/workspace.py, which 0.11 lacks)."""
         return self.release >= (0, 13)
 
-    def uses_second_runner(self, *, is_moe: bool) -> bool:
-        """Return whether the V2 model runner is the default (vllm/config/vllm.py, use_v2_model_runner): for all models
-        since 0.29, and since 0.25 for dense ones."""
-        return self.release >= (0, 29) or (self.release >= (0, 25) and not is_moe)
+    def uses_second_runner(self, family: str, *, is_dense: bool, is_quantized: bool) -> bool:
+        """Return whether the V2 model runner is the default (vllm/config/vllm.py, use_v2_model_runner and
+        DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, 0.22 to 0.29): for all models since 0.29; before that for few
+        architectures, in 0.22 and 0.23 without quantized weights, and since 0.25 for all with neither experts nor
+        states. `family` is the model's, "" with an image encoder."""
+        if self.release >= (0, 29):
+            return True
+        if self.release >= (0, 25):
+            return is_dense or family in _SECOND_RUNNER_EXPERTS
+        if self.release >= (0, 24):
+            return family in (*_SECOND_RUNNER_DENSE, *_SECOND_RUNNER_EXPERTS)
+        families = _SECOND_RUNNER_DENSE if self.release >= (0, 23) else ("qwen3",)
+        return self.release >= (0, 22) and family in families and not is_quantized
+
+    @property
+    def batches_video_frames(self) -> bool:
+        """Return whether Gemma 4's image encoder takes many images or frames at once: since 0.22, before one
+        (vllm/model_executor/models/gemma4_mm.py, _encoder_chunk)."""
+        return self.release >= (0, 22)
 
     @property
     def warms_sampler_up(self) -> bool:
@@ -102,9 +119,9 @@ class VllmRules:
 
     @property
     def prints_tokens_by_length(self) -> bool:
-        """Return whether the printed number of tokens is concurrency times max_model_len (since 0.21,
+        """Return whether the printed number of tokens is concurrency times max_model_len (since 0.20.1,
         v1/core/kv_cache_utils.py), not blocks over groups of layers times their size."""
-        return self.release >= (0, 21)
+        return self.release >= (0, 20, 1)
 
     @property
     def counts_tokens_in_flight(self) -> bool:

@@ -89,7 +89,7 @@ class AllocatorAnswers:
         return stats
 
     def change_settings(self) -> None:
-        """Make what has been asked for so far use the current settings for requests from now on."""
+        """Make what has been queried so far use the current settings for requests from now on."""
         old_stats, self._stats = self._stats, {}
         for device, stats in old_stats.items():
             stats.change_settings(self.get_statistics(device))

@@ -110,6 +110,11 @@ class VirtualGpu(Watch):
         return self.recorder.storages.live_bytes
 
     @property
+    def room_bytes(self) -> int:
+        """Return the bytes that the GPU has beside the peak of live bytes so far and CUDA's context."""
+        return self.gpu.total_bytes - self.gpu.context_bytes - self.recorder.storages.peak_bytes
+
+    @property
     def num_events(self) -> int:
         """Return the number of events recorded so far."""
         return len(self.recorder.trace.events)

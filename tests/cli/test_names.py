@@ -74,7 +74,8 @@ CODE_MEANINGS = {
     # What serves it.
     "--engine": "which inference engine", "--engine-release": "of the engine", "--concurrency": "requests at once",
     "--memory-utilization": "fraction of the GPU for an engine", "--kv-cache-dtype": "format of keys and values",
-    "--max-num-seqs": "requests of a step of an engine", "--max-num-batched-tokens": "tokens of a step of an engine",
+    "--max-num-seqs": "requests of a step of an engine", "--max-loras": "adapters at once",
+    "--max-num-batched-tokens": "tokens of a step of an engine",
     "--gguf-type": "format of a GGUF file",
     # On what.
     "--gpu": "which GPU", "--gpu-vram": "a GPU of this capacity", "--gpus": "how many GPUs",

@@ -24,7 +24,7 @@ from memprof.fixes.catalog import FIXES, Tier, find_fixes, list_tiers
 from memprof.fixes.chosen import edit_spec, parse_fixes
 from memprof.spec import TargetSpec
 from memprof.units import format_size_option, parse_gib
-from tests.lanes import at_night, by_day, examples
+from tests.lanes import at_night, examples
 from tests.processes import ROOT, python
 from tests.unit.doctor.corpus import messages
 
@@ -43,7 +43,7 @@ def printed(text: str) -> list[list[str]]:
     return [shlex.split(command)[1:] for command in found]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_fits_a_gpu(memprof):
     """Each model that is said to fit does, at its longest context, with what the search has switched on for it."""
     request = ("recommend", "--gpu-vram", "0.6", "--context-length", "64")
@@ -54,10 +54,9 @@ def test_what_fits_a_gpu(memprof):
         assert memprof(*request, "--row", number).exit_code == 0, number
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "goal",
-    by_day(["--mode inference", "--mode train", "--adapter lora", "--adapter lora --quantize nf4"], "--mode inference"),
+    "goal", ["--mode inference", "--mode train", "--adapter lora", "--adapter lora --quantize nf4"]
 )
 def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
     result = memprof("recommend", *TINY, *goal.split(), "--effective-batch", "1", "--batch-size", "1", "--json")
@@ -78,7 +77,7 @@ def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
         assert 0.9 * said <= needed <= said + (2 << 20), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_doctor_on_a_weight_delta(memprof, tmp_path):
     """Case study 1: 4 x 512 tokens, a matrix of 4096 x 14336 for each."""
     log = tmp_path / "train.log"

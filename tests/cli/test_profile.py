@@ -276,6 +276,7 @@ def test_save_and_show_give_the_same_report(memprof, tmp_path):
     assert shown.startswith("Fits: ") and memprof("show", capture).stdout == shown
 
 
+@pytest.mark.nightly
 def test_options_change_what_they_say(memprof):
     base = ("profile", "--model", "pythia-70m", "--context-length", 512, "--batch-size", 2, "--json")
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ def test_a_refusal_has_its_exit_code(memprof: Callable[..., Any]) -> None:
     assert done.exit_code == 3 and "does not start" in done.stdout
 
 
+def test_slots_of_adapters_take_memory(memprof: Callable[..., Any]) -> None:
+    plain, with_slots = (
+        json.loads(memprof(*ASK, *words, "--json").stdout)["budget"]
+        for words in ((), ("--max-loras", 4, "--lora-rank", 64))
+    )
+    assert with_slots["weights_bytes"] > plain["weights_bytes"]
+    assert "--enable-lora --max-loras 4 --max-lora-rank 64" in with_slots["command"]
+
+
 @pytest.mark.parametrize("engine", ["sglang", "llama.cpp"])
 def test_other_engines(memprof: Callable[..., Any], engine: str) -> None:
     done = memprof(
@@ -48,6 +58,12 @@ def test_other_engines(memprof: Callable[..., Any], engine: str) -> None:
         (("--engine", "vllm", "--model", "gpt2", "--adapter", "lora"), "--adapter is not for an inference engine"),
         (("--engine", "vllm", "--model", "gpt2", "--gguf-type", "q8_0"), "--gguf-type is for llama.cpp"),
         (("--engine", "llama.cpp", "--model", "gpt2", "--gpus", 2), "for one GPU"),
+        (("--engine", "llama.cpp", "--model", "gpt2", "--memory-utilization", 0.5), "is not for llama.cpp"),
+        (("--engine", "llama.cpp", "--model", "gpt2", "--engine-release", "b1"), "is not for llama.cpp"),
+        (("--engine", "llama.cpp", "--model", "gpt2", "--kv-cache-dtype", "nvfp4"), "llama.cpp has no such cache"),
+        (("--engine", "sglang", "--model", "gpt2", "--max-loras", 2), "--max-loras is for vllm"),
+        (("--engine", "vllm", "--model", "gpt2", "--lora-rank", 8), "--lora-rank needs slots here"),
+        (("--engine", "vllm", "--model", "gpt2", "--dtype", "float32"), "--dtype is not for an inference engine"),
         (("--engine", "vllm", "--model", "gpt2", "--memory-utilization", 1.5), "not a fraction of the GPU"),
         (("--engine", "vllm", "--model", "no-such"), "unknown model"),
         (("--engine", "vllm", "--model", "falcon-7b"), "does not know this kind of model"),
@@ -69,3 +85,13 @@ def test_neither_torch_nor_rich_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, *map(str, ASK)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("--amp", "bfloat16"), 2)])
+def test_options_of_a_settings_file_that_are_for_training_are_no_mistake(
+    memprof: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "memprof.toml").write_text("" if words else 'amp = "bfloat16"\n', encoding="utf-8")
+    done = memprof(*ASK, *words)
+    assert done.exit_code == code and ("--amp is not for" in done.stderr) == bool(words)

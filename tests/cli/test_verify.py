@@ -68,6 +68,7 @@ SMALL = ("gpt2", "llama", "gemma2", "handwritten")
 OUTSIDE = ("micro-batch", "cpu-offload-optimizer", "fused-optimizer", "expandable-segments")
 
 
+@pytest.mark.nightly
 def test_what_is_outside_the_model(memprof):
     """Optimizers that fixes make are stepped; a micro-batch's step is called."""
     result = memprof("verify", *OUTSIDE, "--model", "handwritten", "--seeds", 1, "--json")
@@ -132,6 +133,7 @@ def _not_measured(*arguments, **options):
     raise RuntimeError("not measured by day")
 
 
+@pytest.mark.nightly
 def test_tables(memprof):
     result = memprof("verify", "chunked-loss", "bfloat16", "8-bit-optimizer", "--model", "handwritten", "--seeds", 1)
     assert result.exit_code == 0

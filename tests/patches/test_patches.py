@@ -53,7 +53,7 @@ PATCHES = {
     "reports/programs/ray_7238": "with torch.no_grad():",
     "reports/programs/torchmetrics_1160": "with torch.no_grad():",
 }
-BY_DAY = ("patches/programs/losses_in_a_list", "patches/programs/retry_in_the_handler")
+BY_DAY = ("patches/programs/losses_in_a_list",)
 
 # Programs for which there is no patch -> why.
 NOT_PATCHED = {

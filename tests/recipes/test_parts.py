@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 from tests.recipes.conftest import PAGES
 
@@ -53,7 +54,7 @@ def leave_out(module, answer, *names):
 """
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", by_day(PARTS, "4-npt-high-num-ranks"))
 def test_the_page_shows_what_a_part_prints(name):
     done = python("-c", BEGIN + PARTS[name], ROOT / "recipes" / name, folder=ROOT)
     assert done.exit_code == 0, done.stderr

@@ -18,7 +18,7 @@ REPORTS = list_reports()
 KNOWN: dict[str, str] = {}
 
 
-BY_DAY = ("fms_fsdp_152", "functorch_1058", "nanogpt_236", "pinot_23", "pytorch_4661", "pyg_459", "unsloth_7678")
+BY_DAY = ("fms_fsdp_152", "functorch_1058", "pinot_23", "pyg_459")
 
 
 @pytest.mark.parametrize("name", by_day(REPORTS, *BY_DAY))

@@ -174,6 +174,9 @@ def make_command(flags: Flags, model_id: str, options: ServingOptions) -> str:
     words += [f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}" for flag, value in values if value]
     if options.quantization in ("fp8", "bitsandbytes"):  # Other formats are those of a checkpoint.
         words.append(f"--quantization {options.quantization}")
+    if options.max_loras:
+        rank = f" --max-lora-rank {options.max_lora_rank}" if options.max_lora_rank else ""
+        words.append(f"--enable-lora --max-loras {options.max_loras}{rank}")
     if options.is_eager:
         words.append(flags.eager)
     return " ".join(words)

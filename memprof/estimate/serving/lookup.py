@@ -77,7 +77,15 @@ def _find_config(name: str) -> tuple[dict[str, Any], str, str, int | None] | Non
                 if candidate == name:
                     return config, shown, hf_id, entry.num_parameters if is_exact else None
                 return config, name, name, None
-    return None
+    # A base model has the shape of the tuned one that is listed.
+    listed = _index_by_folded_name(is_stem=True).get(_strip_tuned_ending(folded.rpartition("/")[2]))
+    return None if listed is None else (_load_listed_config(listed), name, name, None)
+
+
+def _strip_tuned_ending(folded: str) -> str:
+    """Return a name in lower case without the longest of the endings of tuned models."""
+    ending = max((ending for ending in _TUNED_ENDINGS if folded.endswith(ending)), key=len, default="")
+    return folded.removesuffix(ending)
 
 
 @cache
@@ -90,8 +98,9 @@ def _read_models() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _index_by_folded_name() -> dict[str, str]:
-    return {name.rpartition("/")[2].lower(): name for name in _read_models()}
+def _index_by_folded_name(*, is_stem: bool = False) -> dict[str, str]:
+    names = {name.rpartition("/")[2].lower(): name for name in _read_models()}
+    return {_strip_tuned_ending(folded): name for folded, name in names.items()} if is_stem else names
 
 
 def _load_catalog_config(key: str) -> dict[str, Any]:

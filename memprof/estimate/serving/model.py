@@ -27,6 +27,8 @@ _BASE_FAMILIES = {
     "nemotron_h": "llama", "mimo_vl": "qwen2",
 }  # fmt: skip
 _TIED_BY_DEFAULT = ("gemma", "gemma4_text", "gemma4_unified_text")
+# Entries of a configuration that are objects, where there are any.
+_MAPPING_KEYS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config", "vision_config")
 FULL, WINDOW, LATENT, STATE = "full", "window", "latent", "state"
 
 
@@ -96,8 +98,26 @@ class ServedModel:
 
     @property
     def max_positions(self) -> int:
-        """Return the model's longest context in tokens."""
-        return self.geometry.max_positions or 2048
+        """Return the model's longest context in tokens, with the factor of its rotary scaling (vllm/config/model.py,
+        _get_and_verify_max_len, 0.11 to 0.29; 0.33 expects it in YaRN's max_position_embeddings)."""
+        positions, rope = self.geometry.max_positions or 2048, self._rope
+        kind, factor = rope.get("rope_type") or rope.get("type"), float(rope.get("factor") or 1)
+        if self.family.startswith("gemma3"):  # Its positions are scaled already.
+            return positions
+        if kind == "yarn":
+            return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
+        return int(positions * factor) if kind in ("linear", "dynamic") else positions
+
+    @property
+    def default_length(self) -> int:
+        """Return the context without max_model_len: with LongRoPE the one before scaling (since 0.19)."""
+        kind = self._rope.get("rope_type") or self._rope.get("type")
+        original = self.text.get("original_max_position_embeddings") if kind == "longrope" else None
+        return original or self.max_positions
+
+    @property
+    def _rope(self) -> Mapping[str, Any]:
+        return self.text.get("rope_parameters") or self.text.get("rope_scaling") or {}
 
     @property
     def is_hybrid(self) -> bool:
@@ -109,12 +129,20 @@ def build_served_model(config: Mapping[str, Any], name: str, hf_id: str = "") ->
     """Return the model of a configuration. Raises UsageError: the closed form does not know its architecture, or the
     configuration lacks an entry."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else dict(config)
+    for key in _MAPPING_KEYS:
+        if not isinstance(text.get(key) or {}, Mapping):
+            raise UsageError(
+                "the configuration is wrong", value=f"{name}: {key} is {text[key]!r}", hint=f"make {key} an object"
+            )
     family = _find_family(config, text)
     if family not in _BASE_FAMILIES:
         hint = f"it knows {', '.join(sorted(_BASE_FAMILIES))}"
         raise UsageError("the closed form does not know this kind of model", value=f"{name}: {family}", hint=hint)
     try:
-        return _build(config, text, family, name, hf_id or name)
+        model = _build(config, text, family, name, hf_id or name)
+        if min(model.max_positions, model.default_length) < 1:
+            raise ValueError("its context has no tokens")
+        return model
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError("the configuration is incomplete or wrong", value=name, hint=problem) from None

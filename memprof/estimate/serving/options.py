@@ -19,6 +19,8 @@ class ServingOptions:
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     block_size: int | None = None
+    max_loras: int = 0  # Adapters in a batch, each with a slot; 0: LoRA is not enabled.
+    max_lora_rank: int | None = None
     is_eager: bool = False
     prefix_caching: bool = True
     profiles_images: bool = True

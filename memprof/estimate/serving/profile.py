@@ -47,6 +47,14 @@ class ProfilePeak:
     reason: str
 
 
+def uses_second_runner(model: ServedModel, rules: VllmRules, weight_format: WeightFormat | None) -> bool:
+    """Return whether vLLM's V2 model runner is the default for a model."""
+    return rules.uses_second_runner(
+        "" if model.images else model.family, is_dense=not model.experts and not model.is_hybrid,
+        is_quantized=weight_format is not None,
+    )  # fmt: skip
+
+
 def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> ProfilePeak:
     """Return the peak of the profile run on one rank."""
     kept = _count_kept_bytes(model, settings)
@@ -56,7 +64,9 @@ def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> Profi
         held = encoder.count_kept_bytes(tokens, model.geometry.hidden, itemsize)
         count = encoder.count_images(tokens)
         peaks = [ProfilePeak(peak.num_bytes + held, f"{peak.reason}; {count} images") for peak in peaks]
-        layer = encoder.count_layer_bytes(tokens, itemsize) + encoder.pixels * count * itemsize
+        batches = settings.rules.batches_video_frames
+        layer = encoder.count_layer_bytes(tokens, itemsize, settings.gpu.total_bytes, batches=batches)
+        layer += encoder.pixels * count * itemsize
         layer += kept - (_count_expert_workspace(model, settings) if settings.rules.keeps_workspaces else 0)
         peaks.append(ProfilePeak(layer, f"image encoder: {count} images of {encoder.patches:,} patches"))
     return max(peaks, key=lambda peak: peak.num_bytes)
@@ -67,7 +77,7 @@ def _count_kept_bytes(model: ServedModel, settings: ProfileSettings) -> int:
     kept = CUBLAS_WORKSPACE_HOPPER if settings.gpu.compute_capability[0] >= 9 else CUBLAS_WORKSPACE
     if settings.rules.keeps_workspaces:
         kept += _count_expert_workspace(model, settings)
-    if settings.rules.counts_penalties_in_profile and settings.rules.uses_second_runner(is_moe=bool(model.experts)):
+    if settings.rules.counts_penalties_in_profile and uses_second_runner(model, settings.rules, settings.weight_format):
         # Counts of each request's tokens (v1/worker/gpu/sample/penalties.py, output_bin_counts).
         kept += settings.max_num_seqs * model.geometry.vocab * FLOAT32
     return kept
@@ -118,15 +128,16 @@ def _list_moments(model: ServedModel, settings: ProfileSettings) -> Iterator[tup
 def _compute_sampler_moment(model: ServedModel, settings: ProfileSettings) -> tuple[int, str]:
     g, itemsize, rules = model.geometry, get_itemsize(model.dtype), settings.rules
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
-    vocabulary = g.vocab if rules.sampler == SORT else round_up(g.vocab, VOCABULARY_PADDING)
-    copies = rules.num_float32_logits
+    sampler = rules.find_sampler(settings.gpu.compute_capability)
+    vocabulary = g.vocab if sampler == SORT else round_up(g.vocab, VOCABULARY_PADDING)
+    copies = rules.count_float32_logits(sampler)
     has_random_states = True
-    if rules.uses_second_runner(is_moe=bool(model.experts)):
+    if uses_second_runner(model, settings.rules, settings.weight_format):
         has_random_states = False
         if not rules.warms_sampler_up:
             copies = 0  # Without top-k and top-p the V2 runner samples from the logits as they are (sample/gumbel.py).
     num_bytes = rows * vocabulary * (itemsize + copies * FLOAT32)
-    if rules.sampler == TRITON:  # A row for each multiprocessor (sample/ops/topk_topp_triton.py).
+    if sampler == TRITON and copies:  # A row for each multiprocessor (sample/ops/topk_topp_triton.py).
         num_bytes += settings.gpu.num_sms * vocabulary * FLOAT32
     states = settings.max_num_batched_tokens + (2 if has_random_states else 1) * rows
     num_bytes += states * g.hidden * itemsize

@@ -7,9 +7,11 @@ model_runner_kv_cache_mixin.py (_profile_available_bytes) and pool_configurator.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
+from memprof.errors import UsageError
 from memprof.estimate.serving.cache import ELEMENT_BYTES
 from memprof.estimate.serving.model import FULL, LATENT, STATE, WINDOW, ServedModel
 from memprof.estimate.serving.options import ServingOptions
@@ -65,8 +67,9 @@ def _count_piecewise_sizes(limit: int) -> int:
 def compute_sglang_budget(model: ServedModel, gpu: Gpu, options: ServingOptions) -> EngineBudget:
     """Return the memory of one of the GPUs after SGLang's start, or why it does not start.
 
-    Raises UsageError: the model's heads cannot be divided over the GPUs, or an option is not known.
+    Raises UsageError: the model's heads cannot be divided over the GPUs, or an option or the release is not known.
     """
+    _check_release(options.release)
     total, tp = options.total_bytes or gpu.total_bytes, options.tensor_parallel
     defaults = choose_sglang_defaults(
         model, total, tp, has_images=options.profiles_images, chunk=options.max_num_batched_tokens
@@ -85,8 +88,10 @@ def compute_sglang_budget(model: ServedModel, gpu: Gpu, options: ServingOptions)
     cache = available - states
     tokens = max(int(cache // rate), 0)
     length = options.context_length or model.max_positions
-    refusal = ""
-    if weights > before:
+    refusal = _find_invalid(model, gpu, length, fraction)
+    if refusal:
+        pass
+    elif weights > before:
         refusal = f"CUDA out of memory: weights of {weights / GIB:.2f} GiB, {before / GIB:.2f} GiB free"
     elif tokens <= 0:
         least = min((weights + rate * 512) / before, 0.99)
@@ -105,6 +110,27 @@ def compute_sglang_budget(model: ServedModel, gpu: Gpu, options: ServingOptions)
         longest_context=min(tokens, model.max_positions), concurrency=tokens / length, refusal=refusal,
         assumptions=_list_assumptions(states),
     )  # fmt: skip
+
+
+def _find_invalid(model: ServedModel, gpu: Gpu, length: int, fraction: float) -> str:
+    """Return why the engine refuses its options before it loads anything (srt/model_executor/model_runner.py,
+    load_model; srt/configs/model_config.py); empty: it does not."""
+    if gpu.compute_capability < (7, 5) and not gpu.name.startswith("AMD"):
+        return "SGLang only supports sm75 and above."
+    if length > model.max_positions:
+        return (
+            f"User-specified context_length ({length}) is greater than the derived context_length "
+            f"({model.max_positions}); SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 allows it"
+        )
+    if fraction <= 0:
+        return "activations of one --chunked-prefill-size leave nothing to weights and cache; make it smaller"
+    return ""
+
+
+def _check_release(release: str | None) -> None:
+    if release is not None and re.match(r"v?0\.[45](\.|$)", release) is None:
+        hint = f"the rules are those of {LATEST_SGLANG}; give one such as that"
+        raise UsageError("this release of SGLang is not known here", value=release, hint=hint)
 
 
 def count_pool_token_bytes(

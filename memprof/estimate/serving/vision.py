@@ -1,8 +1,8 @@
 """Image encoders of multimodal models: their weights, and what vLLM's profile run has of images.
 
-The profile run encodes as many of the largest images as fit the encoder's budget, which is max_num_batched_tokens, or
-one image if that is more. Pixels and outputs stay allocated until the run ends (v1/worker/gpu_model_runner.py,
-profile_run; multimodal/encoder_budget.py, 0.19).
+The profile run encodes as many of the largest images or videos as fit the encoder's budget, which is
+max_num_batched_tokens, or one if that is more. Pixels and outputs stay allocated until the run ends
+(v1/worker/gpu_model_runner.py, profile_run; multimodal/encoder_budget.py, 0.19).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ImageEncoder:
     pixels: int  # Values of the largest image.
     num_parameters: int
     is_gated: bool = False
+    frame_patches: int = 0  # Patches that the encoder takes at once, if it splits its input; 0: it takes all.
 
     def count_images(self, max_num_batched_tokens: int) -> int:
         """Return the images in the profile run."""
@@ -38,10 +39,16 @@ class ImageEncoder:
         """Return the bytes of pixels and encoded images, for a decoder of width `hidden`."""
         return self.count_images(max_num_batched_tokens) * (self.tokens * hidden + self.pixels) * itemsize
 
-    def count_layer_bytes(self, max_num_batched_tokens: int, itemsize: int) -> int:
-        """Return the bytes of the encoder's widest layer: the MLP's projections, and four hidden states."""
+    def count_layer_bytes(self, max_num_batched_tokens: int, itemsize: int, total_bytes: int, *, batches: bool) -> int:
+        """Return the bytes of the encoder's widest layer: the MLP's projections, and four hidden states. An encoder
+        that splits its input takes one frame at once, or with `batches` those for which a tenth of the GPU's
+        `total_bytes` is enough (vllm/model_executor/models/gemma4_mm.py, _encoder_chunk)."""
         width = (3 if self.is_gated else 2) * self.intermediate + 4 * self.hidden
-        return self.count_images(max_num_batched_tokens) * self.patches * width * itemsize
+        patches = self.count_images(max_num_batched_tokens) * self.patches
+        if self.frame_patches:
+            frames = total_bytes // 10 // (self.frame_patches * 4 * _GEMMA4_POSITIONS * 8) if batches else 1
+            patches = min(patches, max(frames, 1) * self.frame_patches)
+        return patches * width * itemsize
 
 
 def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageEncoder | None:
@@ -94,6 +101,9 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
         per_layer = attention + 3 * hidden * width + 6 * hidden
         patch = vision.get("patch_size") or 16
         count = layers * per_layer + (3 * patch**2 + 2 * _GEMMA4_POSITIONS + decoder_hidden) * hidden
-        tokens = config.get("vision_soft_tokens_per_image") or 280
-        return ImageEncoder(hidden, width, layers, 9 * tokens, tokens, 9 * tokens * 3 * patch**2, count, True)
+        # The largest input is a video of 32 frames, each 70 tokens of 3 x 3 patches and 8 around them, in 0.19 to 0.33
+        # (vllm/model_executor/models/gemma4_mm.py, get_mm_max_tokens_per_item).
+        frame, tokens = 9 * 70, 32 * 78
+        pixels = 32 * frame * 3 * patch**2
+        return ImageEncoder(hidden, width, layers, 32 * frame, tokens, pixels, count, True, frame_patches=frame)
     return None

@@ -53,7 +53,11 @@ _BYTES_PER_WEIGHT = {
 def find_weight_format(model: ServedModel, requested: str | None) -> WeightFormat | None:
     """Return the format of a model's weights: the requested one, else that of its configuration; None: not quantized.
     Raises UsageError: the closed form does not know it."""
-    name = requested or _read_format(model.config.get("quantization_config") or model.text.get("quantization_config"))
+    published = _read_format(model.config.get("quantization_config") or model.text.get("quantization_config"))
+    if requested is not None and published is not None and requested != published:
+        hint = f"leave out --quantize, or name the model whose weights are not {published}"
+        raise UsageError("the model's weights are quantized in another format", value=requested, hint=hint)
+    name = requested or published
     if name in (None, "none"):
         return None
     if name not in _BYTES_PER_WEIGHT:
@@ -80,7 +84,10 @@ def _read_format(entry: Mapping[str, Any] | None) -> str | None:
 
 
 def _read_compressed_format(entry: Mapping[str, Any]) -> str | None:
-    for group in (entry.get("config_groups") or {}).values():
+    groups = entry.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise UsageError("the configuration is wrong", value="config_groups", hint="make it an object of objects")
+    for group in groups.values():
         weights = group.get("weights") or {}
         bits, kind = weights.get("num_bits"), weights.get("type")
         if bits == 8:

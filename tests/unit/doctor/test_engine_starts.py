@@ -142,3 +142,38 @@ def test_adapters_that_took_the_room() -> None:
     )
     diagnoses, _ = diagnose_log(io.BytesIO(log.encode()), "server.log")
     assert any("--max-loras 4" in step.command for step in diagnoses[0].steps)
+
+
+def test_colors_are_no_part_of_a_figure() -> None:
+    colored = VLLM.replace("58.11 GiB", "\x1b[1m58.11\x1b[0m GiB").replace("14.99", "\x1b[33m14.99\x1b[0m")
+    assert read(colored) == read(VLLM)
+
+
+def test_the_last_start_counts() -> None:
+    later = VLLM.replace("58.11 GiB", "20.00 GiB").replace("476,000", "163,800").replace("took 0.91 GiB", "")
+    found = read(VLLM + later)
+    assert (found.num_tokens, found.kv_cache_bytes) == (163_800, 20 * GIB)
+    assert read(VLLM + VLLM[:60]) == read(VLLM)  # A start that has just begun.
+
+
+def test_a_start_after_another_program_is_read() -> None:
+    log = io.BytesIO(b"step 1 loss 2.3\n" * 60_000 + VLLM.encode())
+    diagnoses, budget = diagnose_log(log, "log")
+    assert not diagnoses and budget == read(VLLM)
+
+
+def test_a_draft_model_has_weights_and_a_pool_of_its_own() -> None:
+    log = (
+        "Load weight end. type=Main, avail mem=80.0 GB, mem usage=57.0 GB.\n"
+        "KV Cache is allocated. #tokens: 1000, K size: 5.0 GB, V size: 5.0 GB\n"
+        "Load weight end. type=Draft, avail mem=70.0 GB, mem usage=2.0 GB.\n"
+        "KV Cache is allocated. #tokens: 1000, K size: 0.5 GB, V size: 0.5 GB\n"
+    )
+    for text in (log, "".join(f"[TP{rank}] {line}\n" for line in log.splitlines() for rank in (1, 0))):
+        found = read(text)
+        assert (found.weights_bytes, found.kv_cache_bytes, found.num_tokens) == (59 * GIB, 11 * GIB, 1000)
+
+
+def test_a_pool_of_latent_vectors_has_one_size() -> None:
+    found = read(SGLANG.replace("K size: 10.76 GB, V size: 10.76 GB", "KV size: 17.00 GB"))
+    assert found.kv_cache_bytes == int((2 * 21.51 + 17.0) * GIB)

@@ -74,6 +74,15 @@ def kept(number: int = 4, holder: Holder | None = None, elements: int = MILLION)
     return b
 
 
+@pytest.mark.parametrize(("line", "place"), [(KEPT, " of train.py:7"), (None, "")])
+def test_the_title_says_what_it_mostly_is(line: str | None, place: str) -> None:
+    b = TraceBuilder()
+    steps(b, 4, lambda step: (b.new(MILLION, line=line), b.new(MILLION // 2, dtype="int64", op="aten.ones"))[0])
+    (finding,) = found(b)
+    half = f", mostly [{MILLION}] float32{place}"
+    assert f"tensors of each step stay alive{half}" in finding.title
+
+
 def test_what_each_step_leaves_behind() -> None:
     (finding,) = found(kept(4, LOSSES))
     assert finding.severity is Severity.WARNING and finding.id == "memory-growth"

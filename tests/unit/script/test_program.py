@@ -15,6 +15,7 @@ from memprof.script.stop import (
     MAX_CHEAP_SECONDS,
     MAX_GROWING_EVENTS,
     MAX_GROWING_SECONDS,
+    MAX_SLOW_EVENTS,
     MIN_GROWTH_BYTES,
     NUM_EXTRA_STEPS,
     RunProgress,
@@ -219,6 +220,10 @@ def test_a_run_goes_on_while_memory_grows():
     assert goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS - 1))
     assert not goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS, MAX_GROWING_SECONDS - 1))
     assert not goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS))
+    slow, fast = 10_000 * MIN_GROWTH_BYTES + 1, 10_000 * MIN_GROWTH_BYTES
+    assert goes_on(RULE, RunProgress(2, grown, MAX_SLOW_EVENTS - 1, room_bytes=slow))
+    assert not goes_on(RULE, RunProgress(2, grown, MAX_SLOW_EVENTS, room_bytes=slow))
+    assert goes_on(RULE, RunProgress(2, grown, MAX_SLOW_EVENTS, room_bytes=fast))
     many = [MIN_GROWTH_BYTES * step for step in range(100)]
     assert goes_on(RULE, RunProgress(100, many, MAX_CHEAP_EVENTS))
     assert not goes_on(RULE, RunProgress(100, [one - step for step, one in enumerate(many)], MAX_CHEAP_EVENTS))

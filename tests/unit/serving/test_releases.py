@@ -18,7 +18,29 @@ from memprof.units import GIB
 )  # fmt: skip
 def test_samplers(release: str, sampler: str, copies: int) -> None:
     rules = read_vllm_rules(release)
-    assert (rules.sampler, rules.num_float32_logits) == (sampler, copies)
+    assert rules.find_sampler((8, 9)) == sampler
+    assert rules.count_float32_logits(sampler) == copies
+
+
+def test_flashinfer_needs_a_gpu_that_it_supports() -> None:
+    assert [read_vllm_rules(release).find_sampler((7, 5)) for release in ("0.21.0", "0.25.0")] == [FLASHINFER, TRITON]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_dense", "is_quantized", "first"),
+    [
+        ("qwen3", True, False, "0.22.0"), ("llama", True, False, "0.23.0"), ("llama", True, True, "0.24.0"),
+        ("deepseek_v2", False, False, "0.24.0"), ("qwen2", True, True, "0.25.0"),
+        ("qwen3_5_text", False, False, "0.29.0"),
+    ],
+)  # fmt: skip
+def test_the_second_runner_became_the_default_by_architecture(
+    family: str, is_dense: bool, is_quantized: bool, first: str
+) -> None:
+    releases = ("0.21.0", "0.22.0", "0.23.0", "0.24.0", "0.25.0", "0.28.0", "0.29.0")
+    for release in releases:
+        used = read_vllm_rules(release).uses_second_runner(family, is_dense=is_dense, is_quantized=is_quantized)
+        assert used is (release >= first), release
 
 
 def test_defaults_of_utilization() -> None:
@@ -48,10 +70,10 @@ def test_releases_are_read() -> None:
 
 def test_graphs_are_subtracted_where_they_are_estimated() -> None:
     releases = ("0.19.0", "0.20.0", "0.25.0", "0.28.0", "0.29.0")
-    assert [read_vllm_rules(release).subtracts_graphs(is_moe=False) for release in releases] == [
-        False, True, False, False, True
+    assert [read_vllm_rules(release).subtracts_graphs(is_second_runner=True) for release in releases] == [
+        False, False, False, False, True
     ]  # fmt: skip
-    assert [read_vllm_rules(release).subtracts_graphs(is_moe=True) for release in releases] == [
+    assert [read_vllm_rules(release).subtracts_graphs(is_second_runner=False) for release in releases] == [
         False, True, True, True, True
     ]  # fmt: skip
 

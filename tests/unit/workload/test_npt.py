@@ -85,7 +85,7 @@ def test_all_modes_agree(form, batch, tokens, d_model, d_ffn, rank, num_ranks, c
 
 
 @pytest.mark.parametrize("form", ["modulated", "rank-one"])
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch=sizes,
     tokens=sizes,

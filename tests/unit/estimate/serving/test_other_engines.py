@@ -46,6 +46,28 @@ def test_sglang_chooses_its_fraction_by_the_gpu() -> None:
     assert large.fraction == pytest.approx(1 - (512 + 8192 * 1.5 + 512 + 128 + 8 * 58) / mib, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "options", "message"),
+    [
+        ("v100-16gb", {}, "SGLang only supports sm75"),
+        ("rtx-4090", {"context_length": 100_000}, "greater than the derived context_length (40960)"),
+        ("rtx-4090", {"max_num_batched_tokens": 10**9}, "--chunked-prefill-size"),
+    ],
+)
+def test_sglang_refuses_what_it_checks_first(gpu: str, options: dict[str, int], message: str) -> None:
+    chosen = ServingOptions(**options)  # type: ignore[arg-type]
+    budget = sglang.compute_sglang_budget(load_served_model("qwen3-0.6b"), find_gpu(gpu), chosen)
+    assert message in budget.refusal
+
+
+@pytest.mark.parametrize("release", ["banana", "0.3.2", "1.0"])
+def test_other_releases_of_sglang_are_errors(release: str) -> None:
+    with pytest.raises(UsageError, match="release of SGLang"):
+        sglang.compute_sglang_budget(
+            load_served_model("qwen3-0.6b"), find_gpu("rtx-4090"), ServingOptions(release=release)
+        )
+
+
 def test_sglang_refuses_a_fraction_that_is_less_than_the_weights() -> None:
     options = ServingOptions(utilization=0.5, context_length=4096)
     budget = sglang.compute_sglang_budget(load_served_model("llama-3.1-8b"), find_gpu("rtx-4090"), options)

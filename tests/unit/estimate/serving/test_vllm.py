@@ -58,8 +58,14 @@ def test_eager_mode_has_no_graphs() -> None:
         ("llama-3.1-8b", "rtx-4090", {"utilization": 0.99}, "on startup is less than desired GPU memory utilization"),
         ("llama-3.1-8b", "rtx-4090", {"utilization": 0.5}, "No available memory for the cache blocks"),
         ("llama-3.1-8b", "rtx-4090", {}, "one request of max_model_len 131,072 needs 16.00 GiB"),
+        ("qwen3-0.6b", "gtx-1080-ti", {}, "compute capability 6.1"),
+        ("qwen3-0.6b", "rtx-4090", {"context_length": 100_000}, "greater than the derived max_model_len (40960)"),
+        (
+            "qwen3-0.6b", "rtx-4090", {"max_num_seqs": 512, "max_num_batched_tokens": 64},
+            "max_num_batched_tokens (64) must be greater than or equal to max_num_seqs (512)",
+        ),
     ],
-)
+)  # fmt: skip
 def test_refusals(model: str, gpu: str, options: dict[str, object], message: str) -> None:
     budget = compute(model, gpu, **options)
     assert not budget.starts and message in budget.refusal
