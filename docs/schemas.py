@@ -66,7 +66,7 @@ _OF_FILE = {
     "required": ["file", "options"],
 }
 _OPTIONAL: dict[type, tuple[str, ...]] = {
-    Report: ("gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "over_time"),
+    Report: ("gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "engine", "over_time"),
     Bridge: ("nccl_group_bytes",),
     RankFacts: _RANK_OPTIONAL,
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),

@@ -15,7 +15,7 @@ from memprof.report.documents.report import Report
 from memprof.trace.events import Trace
 
 PEER_END_REASON = "another rank"  # the end reason of a rank that was stopped because another failed
-_NORMAL_END_REASONS = ("exit", "steps")
+_NORMAL_END_REASONS = ("exit", "steps", "ready")
 _TOGETHER_NOTE = (
     "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
 )

@@ -17,7 +17,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.rank_reports import merge_traces
-from memprof.flows.script import capture_run, resolve_process
+from memprof.flows.script import add_engine, capture_run, resolve_process
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -130,7 +130,7 @@ def _run_rank(
         error_parts = (type(error), error.problem, error.value, error.hint)
     elif isinstance(error, Exception):
         traceback = format_traceback(error)
-    return RankResult(outcome.ended, outcome.exit_code, trace, traceback, error_parts)
+    return RankResult(outcome.ended, outcome.exit_code, trace, traceback, error_parts, outcome.engine)
 
 
 def _merge_results(
@@ -142,7 +142,8 @@ def _merge_results(
     gpu: int | None,
 ) -> RanksRun:
     """Merge the results of all ranks into one: the first failed rank gives end reason, exit code and error."""
-    failed = [number for number in ran if ran[number].ended not in (EndReason.PEER, EndReason.STEPS, EndReason.EXIT)]
+    in_order = (EndReason.PEER, EndReason.STEPS, EndReason.READY, EndReason.EXIT)
+    failed = [number for number in ran if ran[number].ended not in in_order]
     failed += [number for number in ran if ran[number].ended is EndReason.EXIT and ran[number].exit_code]
     failure = ran[failed[0]] if failed else None
     cause, hint = _explain_stop(failed[0] if failed else None, failure, problem)
@@ -166,7 +167,9 @@ def _merge_results(
     trace = merge_traces(traces)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, rank=rank, gpu=gpu)
+        document = add_engine(
+            analyze(trace, rank=rank, gpu=gpu), next((result.engine for result in ran.values() if result.engine), None)
+        )
     ended = failure.ended if failure else EndReason.PEER if problem else next(iter(ran.values())).ended
     exit_code = failure.exit_code if failure else 0
     if any(result.ended is EndReason.INTERRUPTED for result in ran.values()):

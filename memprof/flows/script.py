@@ -23,6 +23,7 @@ from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.launchers import ProcessSelection, ProcessStart, find_missing_variable
+from memprof.serving.budget import EngineBudget
 from memprof.trace.events import PhaseKind, Trace
 from memprof.trace.facts import ProgramFacts, RankFacts
 
@@ -58,15 +59,15 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
     trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = _add_engine(analyze(trace, gpu=spec.shown_gpu), outcome)
+        document = add_engine(analyze(trace, gpu=spec.shown_gpu), outcome.engine)
     return DryRun(trace, outcome, document)
 
 
-def _add_engine(document: Report, outcome: ScriptOutcome) -> Report:
+def add_engine(document: Report, engine: EngineBudget | None) -> Report:
     """Return `document` with the budget of the inference engine that the script has started, if any."""
-    if outcome.engine is None:
+    if engine is None:
         return document
-    return dataclasses.replace(document, engine=dataclasses.replace(outcome.engine, assumptions=document.assumptions))
+    return dataclasses.replace(document, engine=dataclasses.replace(engine, assumptions=document.assumptions))
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:

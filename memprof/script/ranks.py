@@ -28,6 +28,7 @@ from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
 from memprof.script.exchange import PEER, Exchange
 from memprof.script.stop import EndReason, StopRun
+from memprof.serving.budget import EngineBudget
 from memprof.units import format_bytes
 from memprof.virtual.peers.channel import Channel
 from memprof.virtual.subprocesses import refusal_file_prefix
@@ -58,6 +59,7 @@ class RankResult:
     traceback: str = ""  # a traceback, where it failed
     # memprof's error: class, problem, value and hint.
     error: tuple[type[MemprofError], str, Any, str | None] | None = None
+    engine: EngineBudget | None = None  # of the inference engine that it has started
 
 
 def check_host_memory(num_ranks: int) -> None:

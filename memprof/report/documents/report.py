@@ -205,7 +205,7 @@ class Report(DisplayedDocument):
     def to_json(self) -> dict[str, Any]:
         """Return the document as plain JSON values (docs/json.md lists the names)."""
         values = super(Report, self).to_json() | {"target": target_to_json(self.target)}
-        optional = ("gpus", "limit", "patch", "rank", "ranks", "streams", "over_time")
+        optional = ("gpus", "limit", "patch", "rank", "ranks", "streams", "engine", "over_time")
         omitted = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del values["bridge"]["nccl_group_bytes"]

@@ -38,6 +38,7 @@ def render_heading(document: Report) -> RenderableType:
 
 _TEXT_BY_ENDING = {
     "steps": "stopped after {steps}{unseen} (--steps and --until-exit go on)",
+    "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout {begun}",
     "error": "failed by itself {begun}",

@@ -192,6 +192,7 @@ class EngineStart:
         snapshot = getattr(worker, "init_snapshot", None)
         estimate = getattr(worker, "cudagraph_memory_estimate", None)
         weights = _round(getattr(runner, "model_memory_usage", None))
+        num_tokens, concurrency = _read_capacity(core, config)
         return EngineBudget(
             engine="vllm",
             release=importlib.import_module("vllm").__version__,
@@ -217,8 +218,8 @@ class EngineStart:
             kv_cache_bytes=_round(getattr(worker, "available_kv_cache_memory_bytes", None)),
             block_size=cache.block_size,
             num_blocks=cache.num_gpu_blocks,
-            num_tokens=getattr(cache, "kv_cache_size_tokens", None),
-            concurrency=getattr(cache, "kv_cache_max_concurrency", None),
+            num_tokens=num_tokens,
+            concurrency=concurrency,
             refusal=self._refusal,
         )
 
@@ -226,6 +227,25 @@ class EngineStart:
 def _get(result: Any, *names: str) -> int | None:
     """Return the first of the attributes `names` that `result` has."""
     return next((int(getattr(result, name)) for name in names if hasattr(result, name)), None)
+
+
+def _read_capacity(core: Any, config: Any) -> tuple[int | None, float | None]:
+    """Return the tokens that the KV cache holds, and the longest requests, as the engine prints them; None: unknown."""
+    cache = config.cache_config
+    if getattr(cache, "kv_cache_size_tokens", None) is not None:
+        return cache.kv_cache_size_tokens, cache.kv_cache_max_concurrency
+    # Releases that only print them (0.19, vllm/v1/core/kv_cache_utils.py, _report_kv_cache_config).
+    layout = getattr(getattr(core, "scheduler", None), "kv_cache_config", None)
+    if layout is None or not layout.kv_cache_groups:
+        return None, None
+    tokens = (
+        layout.num_blocks
+        // len(layout.kv_cache_groups)
+        * min(g.kv_cache_spec.block_size for g in layout.kv_cache_groups)
+    )
+    utilities = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    compute = getattr(utilities, "get_max_concurrency_for_kv_cache_config", None)
+    return tokens, None if compute is None else compute(config, layout)
 
 
 def _subtract(total: int | None, *parts: int | None) -> int | None:

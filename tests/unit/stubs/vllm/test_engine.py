@@ -112,3 +112,14 @@ def test_the_engine_refuses_a_context_that_is_too_long(write_model, tmp_path):
     )
     report = run(tmp_path, str(script), code=3)
     assert "4096" in report["engine"]["refusal"]
+
+
+def test_two_ranks_together_and_the_whole_report(write_model, tmp_path):
+    model = write_model(QWEN2)
+    options = ("--max-model-len", "512", "--enforce-eager", "--tensor-parallel-size", "2")
+    command = [sys.executable, "-m", "memprof", "run", "--ranks", "all", "--full", "vllm", "serve", model, *options]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    text = " ".join(result.stdout.split())
+    assert "stopped when its engine was ready" in text
+    assert "one of the GPUs, by the engine's own code" in text
