@@ -267,7 +267,14 @@ FOREIGN_CODES = (
     "--batch[",
     "llama-quantize ",
 )
-OPTIONS_OF_OTHERS = ("launchers.py", "multi_gpu_scripts.py", "script.py", "engine_budget.py", "engine_starts.py")
+OPTIONS_OF_OTHERS = (
+    "launchers.py",
+    "multi_gpu_scripts.py",
+    "script.py",
+    "engine_budget.py",
+    "engine_starts.py",
+    "installation.py",
+)
 
 
 def test_every_option_that_a_text_names_is_there():
@@ -282,7 +289,7 @@ def test_every_option_that_a_text_names_is_there():
     }
     wrong = {}
     for file in sorted((ROOT / "memprof").rglob("*.py")):
-        if file.parent.name in ("engines", "serving") or file.name in OPTIONS_OF_OTHERS:
+        if file.parent.name in ("engines", "serving", "vllm") or file.name in OPTIONS_OF_OTHERS:
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
