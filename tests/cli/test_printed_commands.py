@@ -264,6 +264,7 @@ FOREIGN_CODES = (
     "--mem",
     "torchrun",
     "python ",
+    "pip install",
     "--batch[",
     "llama-quantize ",
 )
