@@ -27,7 +27,7 @@ memprof recommend --gpu-vram 8
 memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090
 memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
-memprof recommend --engine vllm --model qwen2.5-7b --gpu rtx-4090 --context-length 8192
+memprof recommend --engine vllm --model qwen3-4b --gpu rtx-4090
 """
 
 MULTI_GPU_SNIPPETS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
