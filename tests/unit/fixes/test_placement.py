@@ -153,13 +153,13 @@ def test_it_takes_effect_on_the_virtual_gpu():
     wanted, _, _ = fragmented(alloc_conf="expandable_segments:True")
     assert set_before == wanted == said < plain / 2
     assert report.allocator.alloc_conf == "expandable_segments:True"
-    assert not [sentence for sentence in report.assumptions if "the program set them" in sentence]
+    assert not [sentence for sentence in report.assumptions if "The program set allocator settings" in sentence]
 
 
 def test_set_late_it_is_said_to_hold_from_the_beginning():
     reserved, report, _ = fragmented(after=True)
     assert reserved == fragmented(alloc_conf="expandable_segments:True")[0]
-    assert [sentence for sentence in report.assumptions if "the program set them" in sentence]
+    assert [sentence for sentence in report.assumptions if "The program set allocator settings" in sentence]
 
 
 def test_other_settings_stay_and_undo_restores():

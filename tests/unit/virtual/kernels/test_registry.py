@@ -19,7 +19,7 @@ from memprof.virtual.kernels import registry
 OF_NEWER_RELEASES = {"_c10d_functional._wrap_tensor_autograd", "aten._fused_rms_norm", "aten._fused_rms_norm_backward"}
 
 # What reads like one: a project, a class's attribute, a module of Python.
-NO_FILES = {"llama.cpp", "transformer.h", "codegen.cpp"}
+NO_FILES = {"llama.cpp", "nvml.h", "transformer.h", "codegen.cpp"}
 
 TOY = '''
 """A family of one operator."""
@@ -108,10 +108,13 @@ def test_sources_name_files_of_the_release():
         elif line and not line.startswith("#"):
             listed[line] = where
     files = Path(memprof.__file__).parent.rglob("*.py")
-    # A stub names files of the package that it stands for, and doctor/engines those of the engines, with its release.
-    text = "".join(file.read_text() for file in files if not {"stubs", "stubs.py", "engines"} & {*file.parts}).replace(
-        "aten/src/", ""
-    )
+    # A stub names files of the package that it stands for, and what is about engines those of the engines, with its
+    # release.
+    text = "".join(
+        file.read_text()
+        for file in files
+        if not {"stubs", "stubs.py", "engines", "engine_starts.py", "serving"} & {*file.parts}
+    ).replace("aten/src/", "")
     named = set(re.findall(r"(?<![\w*])[\w/]+\.(?:cuh|cu|cpp|h)\b", text)) - NO_FILES
     assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in listed)}
     if not registry.SOURCE_TAG.startswith(f"v{torch.__version__.partition('+')[0]}"):
