@@ -6,6 +6,7 @@ import bisect
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
@@ -80,7 +81,10 @@ def _iterate_larger(context: Context) -> Iterator[_Batch]:
                 by_step[step] = index
     for by_step in kinds.values():
         others = [index for step, index in by_step.items() if step != peak_step]
-        if peak_step in by_step and len(others) >= MIN_OTHER_STEPS:
+        sizes = [trace.storages[by_step[step]].num_bytes for step in sorted(by_step)]
+        # Where each is larger than the one before, as in a search for the largest batch, none is an exception.
+        is_search = all(size < larger for size, larger in pairwise(sizes))
+        if peak_step in by_step and len(others) >= MIN_OTHER_STEPS and not is_search:
             usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in others)[1]
             times = trace.storages[by_step[peak_step]].num_bytes / max(1, trace.storages[usual].num_bytes)
             if times >= MIN_TIMES:

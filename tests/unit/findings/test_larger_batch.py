@@ -66,6 +66,12 @@ def test_of_batches_that_grow_slowly_the_last_is_no_exception() -> None:
     assert found(steps(range(20, 122, 2))) is None
 
 
+@pytest.mark.parametrize(("rows", "is_told"), [([20, 40, 80, 160], False), ([20, 20, 80, 160], True)])
+def test_where_each_is_larger_than_the_one_before_none_is_an_exception(rows: list[int], *, is_told: bool) -> None:
+    """As in a search for the largest batch."""
+    assert (found(steps(rows)) is not None) is is_told
+
+
 def test_what_another_line_makes_is_no_counterpart() -> None:
     b = steps([20, 20, 20, 20])
     b.new(120, ROW, op="aten._to_copy", line="x/evaluate.py:7 score", owner=(Role.INPUT, ""))
