@@ -15,8 +15,6 @@ from memprof.findings.groups import fix_at, is_large
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
-LARGER_BATCH = "larger-batch"
-
 MIN_OTHER_STEPS = 3
 MIN_TIMES = 1.5  # as large as in the median of the other steps
 
@@ -57,7 +55,7 @@ def find(context: Context) -> list[Finding]:
         tensor_evidence(trace, found.usual, f"most steps: {format_shape(usual.shape)} {usual.dtype}"),
     ]
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
-    return [Finding(LARGER_BATCH, severity, title, saved_bytes, tuple(evidence), ())]
+    return [Finding("larger-batch", severity, title, saved_bytes, tuple(evidence), ())]
 
 
 def _iterate_larger(context: Context) -> Iterator[_Batch]:

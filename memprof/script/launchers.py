@@ -10,6 +10,7 @@ import argparse
 import base64
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -265,7 +266,11 @@ def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection)
 
 
 def _start_vllm(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
-    """Return the selected worker of `vllm serve ARGUMENTS`, whose engine has a worker for each GPU of the model."""
+    """Return the selected worker of `vllm serve ARGUMENTS`, whose engine has a worker for each GPU of the model. Raises
+    UsageError: vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        hint = "memprof help serving has the line that installs its Python code; or memprof recommend --engine vllm"
+        raise UsageError("vLLM is not installed", value="vllm serve", hint=hint)
     parser = argparse.ArgumentParser(prog="vllm", add_help=False, allow_abbrev=False)
     for name, letters in (("tensor-parallel-size", "-tp"), ("pipeline-parallel-size", "-pp")):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", letters, type=int, default=1)

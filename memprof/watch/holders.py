@@ -23,7 +23,7 @@ from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import read_local_variables
 from memprof.watch.graph import collect_nodes
 from memprof.watch.named_holders import NamedHolder, find_named_holders
-from memprof.watch.program_code import is_own_file, is_program, is_program_class
+from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import (
@@ -100,10 +100,8 @@ class HolderSearch:
                 # If nearly all bytes of an object are in a list inside it, the list is the container that grows.
                 min_bytes = MIN_PART_FRACTION * num_bytes[id(outer)]
                 inner = [h for h in ordered if num_bytes[id(h)] >= min_bytes and h.tensors <= outer.tensors]
-                if outermost:  # a variable of the program rather than of a library function that is about to end
-                    holder = max(inner, key=lambda other: (_has_own_name(other), other.depth))
-                else:
-                    holder = min(inner, key=lambda other: other.depth)
+                choose = max if outermost else min
+                holder = choose(inner, key=lambda other: other.depth)
                 storages = {tensors[t][1] for t in holder.tensors}
                 is_tensor = issubclass(type(holder.held), torch.Tensor)
                 keys = {
@@ -254,11 +252,6 @@ class HolderSearch:
             # A container that the code fills is read to be filled, and of one with keys other items may be read.
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
         )
-
-
-def _has_own_name(holder: NamedHolder) -> bool:
-    """Return whether `holder` is an attribute, a global, or a variable in the program's own code, not of a library."""
-    return any(name.code is None or is_own_file(name.code.co_filename) for name in holder.names)
 
 
 def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:

@@ -76,7 +76,7 @@ def _format_table(budget: EngineBudget) -> Iterator[str]:
         (
             "- compute buffer" if is_llama_cpp else "- profile run",
             budget.profile_peak_bytes,
-            budget.profile_peak_reason,
+            f"mostly {budget.profile_peak_reason}" if budget.profile_peak_reason else "",
         ),
         (graph_label, graph_bytes, graphs),
         ("= KV cache", budget.kv_cache_bytes, _format_cache(budget)),

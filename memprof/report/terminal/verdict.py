@@ -18,7 +18,7 @@ from memprof.report.terminal.limit import format_limit
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.units import format_bytes
 
-_MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, the rest is told apart.
+_MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, both are told.
 
 
 def render_answer(document: Report) -> RenderableType:
@@ -176,7 +176,8 @@ def _render_fit_after_errors(document: Report, first: CaughtError, need: str, sp
     retries_text = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
     need_note = retries_text if verdict.retries or spare_bytes < 0 else f"{format_bytes(spare_bytes)} to spare"
     if peak.allocated_bytes < _MAX_SHARE_OF_TENSORS * peak.reserved_bytes:  # segments that the attempts have left
-        need_note += f"; tensors take at most {format_bytes(peak.allocated_bytes)} of it, the rest is cached"
+        sizes = f"{format_bytes(peak.allocated_bytes)} of the {format_bytes(peak.reserved_bytes)} reserved"
+        need_note += f"; tensors take at most {sizes}"
     errors_text = f"{_describe_errors(num_caught)}{first_note} in {stage}{where}, where {request}"
     sentence = f"{errors_text}; the script went on without it. What it did instead needs {need}, {need_note}."
     return _label("Fits only without what was refused", "bold yellow", sentence)

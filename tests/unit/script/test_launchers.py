@@ -169,6 +169,20 @@ def test_numbers_that_torchs_launcher_cannot_take(options, said):
         start(f"torchrun {options} train.py")
 
 
+def test_vllm_has_a_worker_for_each_gpu_of_the_model(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    one, two = start("vllm serve m"), start("vllm serve m -tp 2 --max-model-len 8", ProcessSelection(rank=1))
+    assert (one.name, one.arguments, one.environment, one.gpus) == ("vllm", ("serve", "m"), {}, 1)
+    assert (two.rank, two.gpus, two.environment["WORLD_SIZE"], two.environment["LOCAL_RANK"]) == (1, 2, "2", "1")
+    assert two.arguments == ("serve", "m", "-tp", "2", "--max-model-len", "8")
+
+
+def test_vllm_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="vLLM is not installed"):
+        start("vllm serve m")
+
+
 def test_programs_of_the_user(tmp_path):
     (tmp_path / "deepspeed").write_text("print('mine')")
     for name, is_module in (("deepspeed", False), ("train.py", False), ("torchrun", True), ("src/torchrun", False)):

@@ -9,7 +9,7 @@ import pytest
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
-from memprof.report.export.image import draw_run, write_image
+from memprof.report.export.image import _label_category, draw_run, write_image
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
@@ -75,3 +75,10 @@ def test_another_picture_is_not_replaced(tmp_path):
 def test_without_memory_over_time_there_is_nothing_to_draw():
     with pytest.raises(UsageError, match="no memory over time"):
         draw_run(dataclasses.replace(run(100 * MIB), over_time=None))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(4, "inputs"), (5, "inputs: 5 bytes (0%)"), (6, "inputs: 6 bytes (1%)")]
+)
+def test_a_category_of_less_than_half_a_percent_has_no_figure(num_bytes: int, text: str) -> None:
+    assert _label_category("inputs", num_bytes, 1000) == text

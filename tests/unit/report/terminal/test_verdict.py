@@ -9,6 +9,7 @@ import pytest
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
+from memprof.ledger.caught_errors import CaughtError
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
@@ -81,3 +82,17 @@ def test_without_room_for_all_that_it_may_take(document: Report) -> None:
     text = said(document, used + GIB, NCCL_GROUP_BYTES)
     assert text.startswith("Fits without headroom for NCCL: needs")
     assert "which leaves 1.00 GiB to NCCL: where others measured it, a group takes 544.00 MiB to 1.49 GiB." in text
+
+
+@pytest.mark.parametrize(("allocated", "is_told"), [(79 * MIB, True), (80 * MIB, False), (81 * MIB, False)])
+def test_what_failed_attempts_have_left_reserved_is_told_where_it_is_a_fifth(
+    document: Report, allocated: int, *, is_told: bool
+) -> None:
+    caught = CaughtError("forward", 1, MIB, (1,), "float32", "aten.mm", None, None, MIB)
+    document = dataclasses.replace(
+        document,
+        verdict=dataclasses.replace(document.verdict, first_caught=caught, out_of_memory_caught=1),
+        peak=dataclasses.replace(document.peak, allocated_bytes=allocated, reserved_bytes=100 * MIB),
+    )
+    text = " ".join(to_text(render(document, quiet=True)).split())
+    assert (f"tensors take at most {allocated // MIB}.00 MiB of the 100.00 MiB reserved" in text) == is_told
