@@ -52,6 +52,7 @@ class GpuReplay:
     rounds: bool = True  # whether requests are rounded to blocks; not in host memory
     bounds: StreamBounds | None = None  # of `required_reserved_bytes`; None: no stream uses another's memory
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)  # by event
+    _needs: dict[AllocatorConfig, MemoryNeeds] = field(default_factory=dict, repr=False, compare=False)
 
     def layout_at(self, event: int) -> Layout:
         """Return the segments after the event at index `event`, and the storage of each block by its address."""
@@ -85,30 +86,31 @@ class GpuReplay:
         return self.first_oom is None
 
     def compute_needs(self, config: AllocatorConfig) -> MemoryNeeds:
-        """Return the memory needs of this run with other allocator settings."""
-        return compute_memory_needs(self.trace, self.gpu, config, self.release)
+        """Return the memory needs of this run with other allocator settings; several findings may ask for the same."""
+        if config not in self._needs:
+            self._needs[config] = compute_memory_needs(self.trace, self.gpu, config, self.release)
+        return self._needs[config]
 
 
 def compute_memory_needs(
     trace: Trace, gpu: GpuMemory | None, config: AllocatorConfig, release: Release = LATEST
 ) -> MemoryNeeds:
     """Return the memory needs of `trace` on `gpu`, faster than `replay_on_gpu`."""
-    replay = TraceReplay(trace, None, config, release)
+    replay = TraceReplay(trace, None, config, release, counts=False)
     replay.advance(writes=False)
-    counters = replay.allocator.counters
-    required = counters.reserved_bytes_peak
+    required = replay.allocator.counters.reserved_bytes_peak
     fits, releases_cache = True, False
     if gpu is not None:
         limit = min(gpu.usable_bytes, int(config.per_process_memory_fraction * gpu.total_bytes))
         # Of a fraction each request must fit in whole, though a part of an expandable segment may be mapped already.
         fits = required <= limit and not (config.expandable_segments and config.per_process_memory_fraction < 1)
-        if not fits and counters.allocated_bytes_peak <= limit:  # perhaps after releasing the cache
+        if not fits and replay.allocated_peak <= limit:  # perhaps after releasing the cache
             limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
             limited_replay.advance(writes=False)
             timeline = limited_replay.timeline
             fits = timeline.first_oom is None
             releases_cache = fits and limited_replay.allocator.statistics.num_alloc_retries > 0
-    return MemoryNeeds(required, fits, counters.allocated_bytes_peak, releases_cache)
+    return MemoryNeeds(required, fits, replay.allocated_peak, releases_cache)
 
 
 def replay_on_gpu(

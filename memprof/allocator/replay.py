@@ -106,7 +106,7 @@ class TraceReplay:
     """The replay of a trace through an allocator, up to any event or the current end of a growing trace.
 
     Storages of other devices and empty ones are ignored. After the first out-of-memory error, and without `gpu`, memory
-    is unlimited. Without `counts`, only addresses of blocks, reserved bytes and `first_oom` are valid.
+    is unlimited. Without `counts`, only addresses of blocks, `allocated_peak`, reserved bytes and `first_oom` are valid.
     """
 
     def __init__(
@@ -128,6 +128,7 @@ class TraceReplay:
         self.timeline = Timeline()
         self.event = 0
         self.live: dict[int, Block] = {}  # blocks of the storages that are live, by storage
+        self.allocated = self.allocated_peak = 0  # bytes of these blocks
         self.stream = 0  # current stream
         self.pool = DEFAULT_POOL  # current pool
         self.refused: set[int] = set()  # storages of workspaces that failed, without which the library continues
@@ -217,13 +218,18 @@ class TraceReplay:
                         self._repeat_failure(storage.num_bytes)
                     elif (block := malloc(storage.num_bytes, self.stream, ref)) is not None:
                         live[ref] = block
+                        self.allocated += block.size
+                        if self.allocated > self.allocated_peak:
+                            self.allocated_peak = self.allocated
                         if writes:
                             blocks[ref] = block.size
                             addresses[ref] = block.address
             elif kind is freed:
                 if ref in live:
                     pending.now = time
-                    free(live.pop(ref))
+                    block = live.pop(ref)
+                    self.allocated -= block.size
+                    free(block)
             elif kind is flushed:
                 self.allocator.empty_cache()
             elif kind is stream_set:

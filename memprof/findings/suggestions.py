@@ -215,7 +215,11 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
     """
     run, trace = context.ledger.run, proposal.trace
     if run.rounds:
-        needs = compute_memory_needs(trace, run.gpu, proposal.config or run.config, run.release)
+        config = proposal.config or run.config
+        if trace is run.trace:
+            needs = run.compute_needs(config)
+        else:
+            needs = compute_memory_needs(trace, run.gpu, config, run.release)
         required, fits = needs.required_reserved_bytes, None if run.gpu is None else needs.fits
     else:
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from memprof.findings.finding import Context
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
 from memprof.trace.events import NONE, Event, EventKind, ModuleRole, PhaseKind, Trace
@@ -30,6 +30,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(changed)
 
 
+@cache_per_context
 def checkpoint_layers(context: Context) -> Trace | None:
     """Return the trace with layers that run again in the backward; None if they keep nothing for it.
 
@@ -37,7 +38,7 @@ def checkpoint_layers(context: Context) -> Trace | None:
     allocations and frees are repeated when its backward begins. Its result lives until then, as the input of the next
     layer.
     """
-    trace, (births, deaths) = context.ledger.trace, context.ledger.trace.lifetimes()
+    trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
     inserted: dict[int, list[Event]] = defaultdict(list)
     removed: list[int] = []
     calls = list_layer_calls(trace)

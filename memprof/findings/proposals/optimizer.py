@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from memprof.findings.evidence import param_names
-from memprof.findings.finding import Context
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Role, Trace
@@ -21,7 +21,7 @@ _FUSED_STATES = (_ADAM_STATE, {"momentum_buffer"})  # of the optimizers that hav
 def propose_fused(context: Context) -> Iterator[Proposal]:
     """Yield the change for temporaries that an optimizer of torch makes in its step."""
     trace = context.ledger.trace
-    temporaries, names = find_temporaries(trace), _list_state_names(trace)
+    temporaries, names = find_temporaries(context), _list_state_names(trace)
     if temporaries and any(own <= names for own in _FUSED_STATES):
         yield Proposal(resize(trace, dict.fromkeys(temporaries, 0)))
 
@@ -30,10 +30,10 @@ def propose_fused(context: Context) -> Iterator[Proposal]:
 def propose_8_bit(context: Context) -> Iterator[Proposal]:
     """Yield the change for the state of Adam or AdamW."""
     trace = context.ledger.trace
-    state = _find_state(trace)
+    state = _find_state(context)
     if not _list_state_names(trace) >= _ADAM_STATE:
         return
-    sizes = dict.fromkeys(find_temporaries(trace), 0)
+    sizes = dict.fromkeys(find_temporaries(context), 0)
     for index, num_elements in state.items():
         if num_elements >= _MIN_ELEMENTS:
             sizes[index] = num_elements + -(-num_elements // _BLOCK) * _SCALE_BYTES
@@ -44,16 +44,18 @@ def propose_8_bit(context: Context) -> Iterator[Proposal]:
 def propose_on_host(context: Context) -> Iterator[Proposal]:
     """Yield the change for any state of an optimizer, whose step then is on the CPU."""
     trace = context.ledger.trace
-    state = _find_state(trace)
+    state = _find_state(context)
     if state:
-        yield Proposal(resize(trace, dict.fromkeys([*state, *find_temporaries(trace)], 0)))
+        yield Proposal(resize(trace, dict.fromkeys([*state, *find_temporaries(context)], 0)))
 
 
-def _find_state(trace: Trace) -> dict[int, int]:
+@cache_per_context
+def _find_state(context: Context) -> dict[int, int]:
     """Return storage -> number of elements of optimizer state on the GPU, but for step counts.
 
     It includes state that the step is about to make where memory runs out: the optimizer has it only afterwards.
     """
+    trace = context.ledger.trace
     shapes = {trace.storages[index].shape for index in param_names(trace)}
     state = {}
     for index, storage in enumerate(trace.storages):
@@ -68,9 +70,10 @@ def _list_state_names(trace: Trace) -> set[str]:
     return {owner.name for owner in trace.owners.values() if owner.role is Role.OPTIMIZER_STATE}
 
 
-def find_temporaries(trace: Trace) -> list[int]:
+@cache_per_context
+def find_temporaries(context: Context) -> list[int]:
     """Return the storages that an optimizer's step makes for itself."""
-    state = _find_state(trace)
+    trace, state = context.ledger.trace, _find_state(context)
     return [
         index
         for index, storage in enumerate(trace.storages)

@@ -40,7 +40,7 @@ def propose_lora(context: Context) -> Iterator[Proposal]:
     trace = context.ledger.trace
     owned = [i for i, owner in trace.owners.items() if owner.role in (Role.GRADIENT, Role.OPTIMIZER_STATE)]
     if context.spec is not None and owned and vocabulary_tables(trace):
-        yield Proposal(resize(trace, dict.fromkeys([*owned, *find_temporaries(trace)], 0)))
+        yield Proposal(resize(trace, dict.fromkeys([*owned, *find_temporaries(context)], 0)))
 
 
 @proposes(130, fix="cpu-offload-weights")
@@ -55,7 +55,7 @@ def propose_on_host(context: Context) -> Iterator[Proposal]:
         away = [index for path, own in layers.items() if path != largest for index in own]
         shapes = {trace.storages[index].shape for index in away}
         state = [index for index in names_of(trace, Role.OPTIMIZER_STATE) if trace.storages[index].shape in shapes]
-        temporaries = [index for index in find_temporaries(trace) if trace.storages[index].shape in shapes]
+        temporaries = [index for index in find_temporaries(context) if trace.storages[index].shape in shapes]
         sizes = dict.fromkeys([*away, *state, *temporaries], 0)
         yield Proposal(resize(checkpoint_layers(context) or trace, sizes))
 
