@@ -106,7 +106,7 @@ class TraceReplay:
     """The replay of a trace through an allocator, up to any event or the current end of a growing trace.
 
     Storages of other devices and empty ones are ignored. After the first out-of-memory error, and without `gpu`, memory
-    is unlimited. Without `counts`, only addresses of blocks, `allocated_peak`, reserved bytes and `first_oom` are valid.
+    is unlimited. Without `counts`, only addresses of blocks, reserved bytes, `allocated_peak` and `first_oom` hold.
     """
 
     def __init__(
