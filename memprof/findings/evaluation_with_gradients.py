@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.edits import Edit, EditKind
+from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
@@ -45,7 +46,8 @@ class _KeptGraphs(NamedTuple):
     """Graphs of the calls of one module, kept for a backward that never comes."""
 
     loops: list[list[Forward]]
-    num_bytes: int  # the peak of what the calls have saved
+    saved: list[int]  # storages that the calls have saved, without outputs
+    num_bytes: int  # the peak of these
     groups: dict[Holder | None, list[LeakGroup]]  # what accumulates over the calls of the longest loop
     storages: frozenset[int]  # what the calls have saved, and what accumulates
 
@@ -76,7 +78,7 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
         groups = _select_reported_groups(by_holder(trace, leaks))
         keys = {leak.key for group in groups.values() for leak in group}
         growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
-        result.append(_KeptGraphs(loops, num_bytes, groups, frozenset(saved).union(growing)))
+        result.append(_KeptGraphs(loops, saved, num_bytes, groups, frozenset(saved).union(growing)))
     return result
 
 
@@ -115,10 +117,16 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}", source=source))
-    severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
+    needs = None
+    if context.ledger.trace.last_uses and not context.ledger.run.fits:
+        needs = compute_needs_without(context, kept.saved)
+    decides = is_decisive(context, needs)
+    title += f"; without it {describe_cure(context)}" * decides
+    is_large = decides or num_bytes >= WARNING_SHARE * context.ledger.peak_bytes
+    severity = Severity.WARNING if is_large else Severity.NOTE
     trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)
-    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), edit=edit)
+    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit)
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:

@@ -41,9 +41,9 @@ def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the free reserved memory at the failed allocation, if the run would
     fit without fragmentation, else the difference between the peaks of reserved and allocated memory.
 
-    Nothing is found where memory runs out with less than MIN_SHARE free, and would with expandable segments too; where
-    it would run out anyway, only of a run that ends there; nor where the GPU has room for more than the fragmentation,
-    and expandable segments do not reduce it.
+    Nothing is found where memory runs out with less than MIN_SHARE free, unless the whole run is known and fits with
+    expandable segments; nor where the GPU has room for more than the fragmentation, and expandable segments do not
+    reduce it.
     """
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
@@ -59,9 +59,10 @@ def find(context: Context) -> list[Finding]:
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         expandable = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
     is_little = oom is not None and oom.reserved_bytes - oom.in_use_bytes < MIN_SHARE * oom.reserved_bytes
-    # Of a run that goes on in the replay, the whole need is known, and expandable segments may reduce it.
-    is_last = is_decisive or ledger.trace.ended_out_of_memory
-    if is_little and is_last and (expandable is None or not expandable.fits):
+    # A run that ends there would fail soon after, of whatever takes nearly all memory. The need of one that the replay
+    # goes on with is known, and expandable segments may reduce it.
+    would_fit = expandable is not None and expandable.fits
+    if is_little and (ledger.trace.ended_out_of_memory or (is_decisive and not would_fit)):
         return []
     segments, owners = run.layout_at_oom() if is_decisive else run.layout_at(ledger.peak_reserved_event)
     evidence = [*_make_free_evidence(segments), *_make_private_pool_evidence(ledger.trace, segments)]

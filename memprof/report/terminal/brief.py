@@ -87,7 +87,11 @@ def _list_causes(document: Report) -> list[Finding]:
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
     decisive = [finding for finding in others if finding.is_decisive]
-    return (decisive or [finding for finding in others if finding.severity is not Severity.NOTE])[:MAX_CAUSES]
+    shown = decisive or [finding for finding in others if finding.severity is not Severity.NOTE]
+    by_title: dict[str, Finding] = {}  # two models of one class that are used alike have findings with equal titles
+    for finding in shown:
+        by_title.setdefault(finding.title, finding)
+    return list(by_title.values())[:MAX_CAUSES]
 
 
 def _render_title(finding: Finding) -> Text:
@@ -125,7 +129,7 @@ def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -
 def _render_actions(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     lines: list[RenderableType] = []
-    for fix, source in _list_line_fixes([*find_certain_errors(document), *_list_causes(document)]):
+    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *_list_causes(document)])):
         lines.append(Text(f"- {fix}", style="green"))
         if source and code_folder and (code := read_code(source, code_folder)):
             lines.append(dim(f"    {code}"))
@@ -156,8 +160,11 @@ def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[tuple[str, str | N
     with its source `file:line function`."""
     for evidence in (evidence for finding in findings for evidence in finding.evidence):
         marker, _, fix = evidence.text.partition(": ")
-        if marker == "fix":
-            yield f"{short_source(evidence.source)}: {fix}" if evidence.source else fix, evidence.source
+        if marker == "fix" and evidence.source:
+            line = short_source(evidence.source)
+            yield f"{line}: {fix.replace(f' at {line}', '')}", evidence.source
+        elif marker == "fix":
+            yield fix, None
         elif marker.startswith("fix at "):
             yield f"{marker.removeprefix('fix at ')}: {fix}", evidence.source
 

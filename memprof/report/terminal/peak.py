@@ -49,9 +49,9 @@ def _render_workspaces(document: Report) -> list[RenderableType]:
     refused_notes = [dim(_REFUSED_WORKSPACES.format(workspaces.refused))] if workspaces.refused else []
     if workspaces.max_peak_bytes - workspaces.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total_bytes:
         return [*refused_notes]
-    rule_text = f"{format_bytes(workspaces.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions"
     min_peak, max_peak = format_bytes(workspaces.min_peak_bytes), format_bytes(workspaces.max_peak_bytes)
-    return [dim(f"{rule_text}; the peak is {min_peak} without any, {max_peak} by their bound."), *refused_notes]
+    estimate = f"cuDNN's workspaces for convolutions are estimated: {format_bytes(workspaces.num_bytes)} at the peak,"
+    return [dim(f"{estimate} which is {min_peak} without any and {max_peak} with the largest."), *refused_notes]
 
 
 def render_tensors(document: Report) -> RenderableType:

@@ -181,6 +181,20 @@ def test_losses_that_keep_the_graphs_of_evaluation() -> None:
     assert any("list `losses`, filled at" in line.text for line in finding.evidence)
 
 
+@pytest.mark.parametrize(("num_batches", "is_decisive"), [(20, False), (60, True)])
+def test_says_whether_the_run_fits_without_gradients(num_batches: int, is_decisive: bool) -> None:
+    """1.2 GiB a batch, and as much again that its GELU saves; what is kept of it is little."""
+
+    def program() -> None:
+        net, losses = model()[:2].eval(), []
+        for _ in range(num_batches):
+            losses.append(net(torch.randn(640_000, 64, device="cuda")).square().mean())  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients"
+    assert finding.is_decisive == finding.title.endswith("; without it the run fits") == is_decisive
+
+
 class Server:
     """Decodes with a KV cache, and has forgotten torch.no_grad()."""
 

@@ -116,6 +116,8 @@ def test_silent_where_little_is_free_and_no_setting_lets_the_run_fit(
     b.new(last_mib * MIB // 4)
     context = b.context((kept_mib + last_mib) * MIB)
     assert not context.ledger.run.fits and bool(find(context)) == is_told
+    context.ledger.trace.ended_out_of_memory = True  # of what comes after, nothing is known
+    assert not find(context)
 
 
 @pytest.mark.parametrize("ends", [True, False])
