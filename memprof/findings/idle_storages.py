@@ -52,7 +52,9 @@ def find_idle_storages(context: Context) -> list[int]:
             continue
         dies_in = phases[bisect.bisect_right(times, deaths[index]) - 1][1].kind
         is_of_autograd = dies_in is PhaseKind.BACKWARD or deaths[index] > last_event
-        if not is_of_autograd or index in trace.owners or index in held:
+        # Keys and values of a layer that a call had not come to when memory ran out would be used later in that call.
+        is_of_model = owner is not None and owner.role is not Role.KV_CACHE
+        if not is_of_autograd or is_of_model or index in held:
             result.append(index)
     return result
 

@@ -259,6 +259,19 @@ def test_after_an_error_only_as_many_as_the_variable_had_are_idle() -> None:
     assert finding.num_bytes == 100 * MIB and finding.title.endswith("without it the run gets past this point")
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_after_an_error_keys_and_values_may_be_of_a_layer_that_the_call_had_not_come_to(held: bool) -> None:
+    b = UsesBuilder(PhaseKind.FORWARD)
+    keys = b.new(100 * MIB // 4, owner=(Role.KV_CACHE, ""))
+    b.use(keys)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+    if held:
+        b.trace.idle_holders.append(OUT._replace(storages=(keys,)))
+    assert bool(b.find(350 * MIB)) == held
+
+
 def test_after_an_error_what_the_step_before_used_in_its_backward_is_not_idle() -> None:
     """The backward that the error has cut would have read it."""
     b = UsesBuilder(PhaseKind.FORWARD)
