@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from memprof.findings import evidence
+from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import find_growing_storages
 from memprof.findings.suggestions import list_fix_names, suggest_against
@@ -60,9 +61,10 @@ def find(context: Context) -> list[Finding]:
 
 
 def find_step_logits(context: Context) -> list[int]:
-    """Return the storages of `find_logits_storages` without those that pile up over the steps, which are a leak."""
-    growing = find_growing_storages(context)
-    return [index for index in find_logits_storages(context) if index not in growing]
+    """Return the storages of `find_logits_storages` without those that pile up over the steps, which are a leak, or
+    over calls without gradients, whose finding names what keeps them."""
+    piled_up = find_growing_storages(context) | find_kept_storages(context)
+    return [index for index in find_logits_storages(context) if index not in piled_up]
 
 
 def find_logits_storages(context: Context) -> list[int]:

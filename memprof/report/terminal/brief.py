@@ -78,7 +78,8 @@ def _render_causes(document: Report) -> list[RenderableType]:
         largest = () if is_explained else _describe_largest_category(document, causes[0])
         return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
     lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
-    notes = [finding for finding in document.findings if finding.severity is Severity.NOTE][:1]
+    # A note of fragmentation is of a run with room for it.
+    notes = [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
     return [make_section("Largest at the peak", *lines, *map(_render_title, notes), below=1)]
 
 
