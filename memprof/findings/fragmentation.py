@@ -89,7 +89,9 @@ def find(context: Context) -> list[Finding]:
     if has_room and expandable is not None and not fixes:
         return []
     severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
-    return [Finding(FRAGMENTATION, severity, title, free_bytes, tuple(evidence), fixes, is_decisive=is_decisive)]
+    # Of a run that ends there, only that one allocation would succeed: expandable segments are one change among others.
+    decides = is_decisive and not ledger.trace.ended_out_of_memory
+    return [Finding(FRAGMENTATION, severity, title, free_bytes, tuple(evidence), fixes, is_decisive=decides)]
 
 
 def _make_free_evidence(segments: list[SnapshotSegment]) -> list[Evidence]:

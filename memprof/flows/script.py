@@ -150,6 +150,7 @@ def capture_run(
             any(not forward.training for forward in trace.forwards),
             spec,
             outcome.planned_steps,
+            outcome.misses_evaluation,
         ),
         device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

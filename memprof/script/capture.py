@@ -8,6 +8,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from torch import nn
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 from memprof.measured import MeasuredDevice
 from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
+from memprof.script.evaluation import has_evaluation
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
-from memprof.script.loops import Position, estimate_total_steps, find_position
+from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -47,6 +49,8 @@ class _StopRecord:
         self._positions: list[Position] = []  # positions in the program's loops, at ever fewer steps
         # Total training steps of the program, where it was stopped before its end.
         self.planned_steps: int | None = None
+        self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
+        self.misses_evaluation = False  # whether the program was stopped before it came to that
 
     @property
     def is_stopped(self) -> bool:
@@ -66,13 +70,28 @@ class _StopRecord:
         now = time.monotonic()
         self._requested_end = now if self._requested_end is None else self._requested_end
         seconds = now - self._requested_end
-        progress = RunProgress(completed, self._live_bytes, self._device.num_events, seconds, self._device.room_bytes)
+        frame = sys._getframe(1)
+        progress = RunProgress(
+            completed,
+            self._live_bytes,
+            self._device.num_events,
+            seconds,
+            self._device.room_bytes,
+            lambda: self._awaits_evaluation(frame) and is_second_half(find_position(completed, frame)),
+        )
         try:
             with self.record_stop():
                 self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
-            self.planned_steps = estimate_total_steps(self._positions, find_position(completed, sys._getframe(1)))
+            self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
+            self.misses_evaluation = self._awaits_evaluation(frame)
             raise
+
+    def _awaits_evaluation(self, frame: FrameType) -> bool:
+        """Return whether the program, which runs `frame`, has code that evaluates, and has called no model to do so."""
+        if self._has_evaluation is None:
+            self._has_evaluation = has_evaluation(frame)
+        return self._has_evaluation and not self._device.phases.has_evaluated
 
     @property
     def reason(self) -> EndReason:
@@ -176,7 +195,11 @@ def capture_script(
             if stop_record.is_stopped or peer_reason is not None:  # overrides the outcome of a program that goes on
                 reason = stop_record.reason if stop_record.is_stopped or peer_reason is None else EndReason(peer_reason)
                 outcome = ScriptOutcome(
-                    reason, 0, live_state=(outcome.live_state, outcome.error), planned_steps=stop_record.planned_steps
+                    reason,
+                    0,
+                    live_state=(outcome.live_state, outcome.error),
+                    planned_steps=stop_record.planned_steps,
+                    misses_evaluation=stop_record.misses_evaluation,
                 )
             error = outcome.error
         finally:

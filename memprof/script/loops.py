@@ -72,6 +72,18 @@ def find_position(step: int, frame: FrameType | None) -> Position:
     return Position(step, tuple(loops))
 
 
+def is_second_half(position: Position) -> bool:
+    """Return whether `position` is in the second half of its innermost loop, a `for` of known length, or at its end.
+
+    Where the loop's variable does not tell its iteration, that of a first pass is the training step.
+    """
+    bounds = position.loops[-1].bounds if position.loops else ()
+    if not bounds or bounds[0].is_counter or bounds[0].total is None:
+        return False
+    done = position.step if bounds[0].done is None else bounds[0].done + 1
+    return done <= bounds[0].total <= 2 * done
+
+
 def estimate_total_steps(earlier_positions: Sequence[Position], last_position: Position) -> int | None:
     """Return an upper estimate of the program's total training steps; None if the loops do not determine a total.
 

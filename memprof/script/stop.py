@@ -62,6 +62,7 @@ class RunProgress:
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     seconds: float = 0.0  # since the end of the step at which the run could stop
     room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
+    nears_evaluation: Callable[[], bool] = bool  # whether the first evaluation may come after at most as many steps
 
     @property
     def growth_bytes(self) -> int:
@@ -96,7 +97,7 @@ class StopRule:
                 is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
                 return progress.num_events < max_events and progress.seconds < MAX_GROWING_SECONDS
-        return growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS
+        return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_evaluation()
 
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:
@@ -164,4 +165,5 @@ class ScriptOutcome:
     live_state: object = field(default=None, repr=False, compare=False)
     # Total training steps that a stopped script would have made; None: unknown.
     planned_steps: int | None = None
+    misses_evaluation: bool = False  # whether a stopped script has code that evaluates, and has not come to it
     engine: EngineBudget | None = None  # of the inference engine that the script has started

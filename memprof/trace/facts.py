@@ -79,6 +79,7 @@ class ProgramFacts:
     asked: RunSpec | None = None  # The spec of the run; None: a capture of an early release.
     # Training steps that the program's loops would have made without the limit; None: unknown.
     planned_steps: int | None = None
+    misses_evaluation: bool = False  # Whether the program was stopped before the evaluation that its code has.
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

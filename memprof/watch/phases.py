@@ -59,6 +59,7 @@ class Phases:
         # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.num_forwards = 0  # calls of models so far, from outside all others
+        self.has_evaluated = False  # whether a model was called in eval mode
         self.num_backwards = 0  # backward passes that have begun so far
         self._micro_batch = 1
         self._has_run_backward = False
@@ -120,6 +121,7 @@ class Phases:
             self.end_model_building()
             return
         self.num_forwards += 1
+        self.has_evaluated = self.has_evaluated or not module.training
         self.before_forward(module)
         trains = torch.is_grad_enabled()
         self.trains = self.trains or (trains and _has_trainable_parameters(module))

@@ -59,6 +59,7 @@ def test_json_alone_on_stdout(script):
         "fixes": [],
         "evaluated": False,
         "planned_steps": None,
+        "misses_evaluation": False,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

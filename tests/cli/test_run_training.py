@@ -156,6 +156,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "fixes": [],
         "evaluated": False,
         "planned_steps": 5,
+        "misses_evaluation": False,
     }
 
 

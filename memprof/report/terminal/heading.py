@@ -37,7 +37,7 @@ def render_heading(document: Report) -> RenderableType:
 
 
 _TEXT_BY_ENDING = {
-    "steps": "stopped after {steps}{unseen} (--steps and --until-exit go on)",
+    "steps": "stopped after {steps} (--steps and --until-exit go on)",
     "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout {begun}",
@@ -56,8 +56,7 @@ def _describe_program(program: ProgramFacts) -> str:
     own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
     ending = own_code if has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
     begun = f"after {steps} had begun" if num_steps else "before any training step"
-    unseen = "" if program.evaluated else ", before any evaluation"
-    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun, unseen=unseen)}"
+    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun)}"
 
 
 def has_own_exit_code(program: ProgramFacts) -> bool:

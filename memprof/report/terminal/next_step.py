@@ -155,6 +155,8 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.verdict.fits is False:
         return _FIXES_HELP
+    if is_single and program.misses_evaluation:
+        return "whether its evaluation fits too", run(until_exit=True, steps=None, timeout=None)
     if is_single and program.ended == "steps" and program.steps < MORE_STEPS:
         return "whether later steps take more", run(steps=MORE_STEPS)
     return _FINDINGS_HELP if document.findings else None

@@ -154,6 +154,9 @@ def _describe_errors(count: int) -> str:
 def _render_fit(document: Report, need: str, spare: int) -> Text:
     """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
+    if nccl is None and document.program is not None and document.program.misses_evaluation:
+        rest = f"{format_bytes(spare)} to spare, before the evaluation that its code has."
+        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     min_bytes, max_bytes = nccl

@@ -215,6 +215,12 @@ def test_a_run_goes_on_while_that_is_cheap():
     assert not goes_on(StopRule(2), RunProgress(2, [5, 5], 1))  # so many were requested
 
 
+@pytest.mark.parametrize("nears", [True, False])
+def test_a_run_goes_on_to_an_evaluation_that_is_near(nears):
+    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears)) == nears
+    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears))
+
+
 def test_a_run_goes_on_while_memory_grows():
     grown = [0, MIN_GROWTH_BYTES]
     assert goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS - 1))

@@ -14,7 +14,7 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
 from memprof.trace.events import PhaseKind
-from memprof.trace.facts import DeviceFacts, Facts
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
 
 MIB = 1 << 20
@@ -38,6 +38,13 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
         device=dataclasses.replace(document.device, total_bytes=total_bytes),
     )
     return " ".join(to_text(render(document, quiet=True)).split())
+
+
+@pytest.mark.parametrize("misses", [True, False])
+def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool) -> None:
+    program = ProgramFacts(("a.py",), "steps", None, 3, (), misses_evaluation=misses)
+    text = said(dataclasses.replace(document, program=program), 8 * GIB, None)
+    assert text.startswith("Fits so far: " if misses else "Fits: ") and ("before the evaluation" in text) == misses
 
 
 def test_what_the_gpu_must_have_includes_the_context() -> None:

@@ -1,0 +1,81 @@
+"""Rule `evaluation-batch`: an evaluation that decides the peak is given a larger batch than training is."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Iterable
+
+from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
+from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.groups import fix_at, is_large
+from memprof.findings.larger_batch import MIN_TIMES
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import format_bytes
+
+
+@rule(59)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding; `num_bytes` is the peak minus the most bytes outside evaluations."""
+    ledger, trace, lifetimes = context.ledger, context.ledger.trace, context.lifetimes
+    begins = [time for time, _ in context.phases]
+    moment = bisect.bisect_right(begins, ledger.peak_event) - 1
+    if context.spec is not None or moment < 0 or context.phases[moment][1].kind is not PhaseKind.EVALUATION:
+        return []
+    inputs = [
+        index for index, owner in trace.owners.items() if owner.role is Role.INPUT and trace.storages[index].shape
+    ]
+    given = lifetimes.find_live(begins[moment], inputs).storages
+    batch = max(given, key=lambda index: trace.storages[index].num_bytes, default=None)
+    if batch is None:
+        return []
+    storage = trace.storages[batch]
+    counterparts = [
+        index
+        for index in _list_training_inputs(context, inputs)
+        if trace.storages[index].shape[1:] == storage.shape[1:] and trace.storages[index].dtype == storage.dtype
+    ]
+    if not counterparts:
+        return []
+    usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in counterparts)[1]
+    times = storage.num_bytes / max(1, trace.storages[usual].num_bytes)
+    other_bytes = _find_peak_outside_evaluations(context)
+    if times < MIN_TIMES or not is_large(context, ledger.peak_bytes - other_bytes):
+        return []
+    line, usual_shape = trace.source_line(storage), format_shape(trace.storages[usual].shape)
+    title = (
+        f"The batch of the evaluation is {times:.3g} times as large as those of training: "
+        f"{format_shape(storage.shape)} ({file_and_line(line)}), not {usual_shape}; training allocates at most "
+        f"{format_bytes(other_bytes)}"
+    )
+    evidence = (
+        fix_at(line, "evaluate in batches as small as those of training, and put the results together on the host"),
+        tensor_evidence(trace, batch, f"in evaluation: {format_shape(storage.shape)} {storage.dtype}"),
+        tensor_evidence(trace, usual, f"in training: {usual_shape} {storage.dtype}"),
+    )
+    severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
+    return [Finding("evaluation-batch", severity, title, ledger.peak_bytes - other_bytes, evidence, ())]
+
+
+def _list_training_inputs(context: Context, inputs: Iterable[int]) -> list[int]:
+    """Return those of `inputs` that are live when a forward of training begins."""
+    begins = [time for time, phase in context.phases if phase.kind is PhaseKind.FORWARD and phase.step]
+    births, deaths = context.lifetimes.births, context.lifetimes.deaths
+    return [
+        index
+        for index in inputs
+        if bisect.bisect_left(begins, births[index]) < bisect.bisect_left(begins, deaths[index])
+    ]
+
+
+def _find_peak_outside_evaluations(context: Context) -> int:
+    """Return the most bytes that are allocated while the program does not evaluate, and before an error ends it."""
+    allocated, phases, oom = context.ledger.allocated, context.phases, context.ledger.out_of_memory
+    last_event = oom.event if oom is not None and context.ledger.trace.ended_out_of_memory else len(allocated)
+    ends = [time for time, _ in phases[1:]] + [len(allocated)]
+    spans = (
+        allocated[begin:end]
+        for (begin, phase), end in zip(phases, ends, strict=True)
+        if phase.kind is not PhaseKind.EVALUATION and begin <= last_event
+    )
+    return max((max(span, default=0) for span in spans), default=0)

@@ -1,0 +1,84 @@
+"""An evaluation whose batch is larger than those of training: shapes, line and bytes, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings.evaluation_batch import find
+from memprof.findings.finding import Finding, Severity
+from memprof.spec import TargetSpec
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
+
+ROW = MIB // 4  # float32 values, so that a row is one MiB
+LINE = "x/train.py:9 main"
+
+
+def evaluated(rows: int, *, columns: int = ROW, in_training: int = 20, role: Role = Role.INPUT) -> TraceBuilder:
+    """Three steps of 20 MiB of inputs and twice that in the forward, and an evaluation of so many rows."""
+    b = TraceBuilder()
+    b.parameter("weight", 20 * ROW)
+    for step in (1, 2, 3):
+        batch = b.new(in_training, ROW, op="aten._to_copy", line="x/train.py:4 main", owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        hidden = b.alloc(2 * in_training * MIB)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(batch, hidden)
+    b.phase(PhaseKind.OTHER)
+    b.new(rows, columns, op="aten._to_copy", line=LINE, owner=(role, ""))
+    b.phase(PhaseKind.EVALUATION)
+    b.alloc(2 * rows * MIB)
+    return b
+
+
+def found(b: TraceBuilder, usable_bytes: int | None = None) -> Finding | None:
+    return next(iter(find(b.context(usable_bytes))), None)
+
+
+def test_both_shapes_the_line_and_what_training_allocates() -> None:
+    finding = found(evaluated(120), 300 * MIB)
+    assert finding is not None
+    assert finding.title == (
+        f"The batch of the evaluation is 6 times as large as those of training: [120 x {ROW}] (x/train.py:9), not "
+        f"[20 x {ROW}]; training allocates at most 140.00 MiB"
+    )
+    assert (finding.num_bytes, finding.severity) == (240 * MIB, Severity.WARNING)
+    assert finding.evidence[0].text.startswith("fix at x/train.py:9: ") and finding.evidence[0].source == LINE
+
+
+def test_where_the_run_fits_it_is_a_note() -> None:
+    finding = found(evaluated(120), 400 * MIB)
+    assert finding is not None and finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(119, False), (120, True), (121, True)])
+def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None:
+    assert (found(evaluated(rows, in_training=80)) is not None) is is_told
+
+
+@pytest.mark.parametrize("change", [{"columns": ROW // 2}, {"role": Role.BUFFER}])
+def test_what_is_no_batch_of_the_same_kind_is_no_counterpart(change: dict[str, int | Role]) -> None:
+    assert found(evaluated(240, **change)) is None  # type: ignore[arg-type]
+
+
+def test_what_comes_after_the_error_is_not_training() -> None:
+    b = evaluated(120)
+    b.phase(PhaseKind.OTHER)
+    b.alloc(MIB, device="cpu")
+    assert found(b, 300 * MIB) is None  # the program goes on, with as much memory
+    b.trace.ended_out_of_memory = True
+    cut = found(b, 300 * MIB)
+    assert cut is not None and "at most 140.00 MiB" in cut.title
+
+
+def test_silent_where_the_peak_is_in_training_and_on_a_workload_of_memprof() -> None:
+    b = evaluated(120)
+    b.phase(PhaseKind.FORWARD, 4)
+    b.alloc(MIB)
+    assert found(b) is None
+    b = evaluated(120)
+    context = b.context()
+    assert find(context)
+    object.__setattr__(context, "spec", TargetSpec(model="gpt2"))
+    assert not find(context)

@@ -1,0 +1,65 @@
+"""Code that evaluates, in the files of a program and in modules of its own."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from pathlib import Path
+from types import FrameType, ModuleType
+
+import pytest
+
+from memprof.script.evaluation import has_evaluation
+
+
+def frame_of(file: Path, text: str) -> FrameType:
+    """Return the frame of a program in `file`, as it is where it calls `stop()`."""
+    file.write_text(text)
+    frames: list[FrameType] = []
+    names = {"stop": lambda: frames.append(sys._getframe(1))}
+    thread = threading.Thread(target=exec, args=(compile(text, str(file), "exec"), names))  # no frame of this file
+    thread.start()
+    thread.join()
+    return frames[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "evaluates"),
+    [
+        ("model.eval()", True),
+        ("trainer.evaluate()", True),
+        ("validate(model, loader)", True),
+        ("run_validation(model)", True),
+        ("eval_epoch(model)", True),
+        ("with torch.inference_mode():", True),
+        ("Trainer(model, eval_dataset=data)", True),
+        ("eval_strategy='epoch'", True),
+        ("trainer.fit(model, val_dataloaders=loader)", True),
+        ("model.train()", False),
+        ("ast.literal_eval(text)", False),
+        ("medieval(1)", False),
+        ("invalid = 3", False),
+    ],
+)
+def test_calls_that_evaluate(tmp_path: Path, line: str, evaluates: bool) -> None:
+    assert has_evaluation(frame_of(tmp_path / "train.py", f"stop()\n# {line}\n")) == evaluates
+
+
+def test_modules_of_the_program_are_looked_at_and_others_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    for folder, text in ((tmp_path, "model.eval()"), (tmp_path / "own" / "sub", "pass")):
+        folder.mkdir(exist_ok=True)
+        module = ModuleType("engine")
+        module.__file__ = str(folder / "engine.py")
+        (folder / "engine.py").write_text(text)
+        monkeypatch.setitem(sys.modules, f"engine_of_{folder.name}", module)
+    frame = frame_of(tmp_path / "own" / "train.py", "stop()")
+    assert not has_evaluation(frame)
+    (tmp_path / "own" / "sub" / "engine.py").write_text("model.eval()  # now")
+    linecache.checkcache()
+    assert has_evaluation(frame)
+
+
+def test_without_a_frame_of_the_program_nothing_is_known() -> None:
+    assert not has_evaluation(None)
