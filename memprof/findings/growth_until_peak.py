@@ -83,6 +83,15 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
     return None
 
 
+def find_piled_up_storages(context: Context) -> frozenset[int]:
+    """Return the storages that accumulate over steps or backward passes until the peak, and all that are made alike."""
+    growth = find_growth_until_peak(context)
+    if growth is None or growth.unit == CALL:  # calls are told only where the run does not fit
+        return frozenset()
+    trace, keys = context.ledger.trace, {leak.key for leaks in growth.leaks.values() for leak in leaks}
+    return frozenset(index for index in range(len(trace.storages)) if make_key(trace, index) in keys)
+
+
 def list_growth_holders(context: Context) -> list[Holder]:
     """Return what keeps the tensors that accumulate, over training steps or until the peak."""
     until_peak = find_growth_until_peak(context)

@@ -15,7 +15,7 @@ from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
-from memprof.findings.growth_until_peak import list_growth_holders
+from memprof.findings.growth_until_peak import find_piled_up_storages, list_growth_holders
 from memprof.findings.idle_storages import (
     MIN_BYTES,
     MIN_MODEL_PHASES,
@@ -61,7 +61,8 @@ def find(context: Context) -> list[Finding]:
     if not trace.last_uses or any(kind is EventKind.POOL for kind, _ in trace.events):
         return []  # uses are not known: not recorded, or those of CUDA graphs, whose replays show no operator
     others = {index for holder in trace.error_holders for index in holder.storages}
-    others |= find_growing_storages(context) | find_covered_storages(context) | find_kept_storages(context)
+    others |= find_growing_storages(context) | find_piled_up_storages(context)
+    others |= find_covered_storages(context) | find_kept_storages(context)
     if not _has_exited(trace):
         others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
     groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))
@@ -113,7 +114,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         elif not _is_kept_on_purpose(context, holder, members):
             by_holder[holder] += members
     groups += [_make_holder_group(trace, holder, members) for holder, members in by_holder.items()]
-    groups += [_make_call_group(trace, calls) for calls in by_call.values()]
+    groups += [_make_call_group(context, calls) for calls in by_call.values()]
     groups += _make_model_groups(context, models, replaced)
     if gradients:
         groups.append(_make_gradient_group(trace, gradients))
@@ -226,20 +227,24 @@ def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]
 
 
 def _find_calls_without_backward(context: Context, storages: Sequence[int]) -> dict[int, Forward]:
-    """Return storage -> the outermost call with gradients that made it, for those that no backward has used."""
+    """Return storage -> the outermost call with gradients that made it, for those that no backward may have used: none
+    began between the call and the last use."""
     trace, births = context.ledger.trace, context.lifetimes.births
+    backwards = [time for time, phase in context.phases if phase.kind is PhaseKind.BACKWARD]
     result = {}
     for index in storages:
         position = bisect.bisect_right(trace.forwards, births[index], key=lambda forward: forward.begin) - 1
-        is_used = find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
-        if position >= 0 and births[index] < (call := trace.forwards[position]).end and call.nodes and not is_used:
+        if position < 0 or births[index] >= (call := trace.forwards[position]).end or not call.nodes:
+            continue
+        if bisect.bisect_left(backwards, call.end) == bisect.bisect_left(backwards, trace.last_uses[index]):
             result[index] = call
     return result
 
 
-def _make_call_group(trace: Trace, calls: dict[int, Forward]) -> _Group:
+def _make_call_group(context: Context, calls: dict[int, Forward]) -> _Group:
     """Return the group of tensors that calls of one module at one line have made; `calls` maps them to their calls."""
-    call, num_calls = next(iter(calls.values())), len(set(calls.values()))
+    trace, call = context.ledger.trace, next(iter(calls.values()))
+    num_calls = len({calls[index] for index in context.lifetimes.find_max_live(calls).storages})  # at a time
     name, source = trace.modules[call.module].class_name, trace.source_at(call.source)
     what = f"the graph of {plural(num_calls, 'call')} of {name} at {file_and_line(source)}, which no backward has used"
     fix = "call it under torch.no_grad() if no backward follows, or drop what it returns"

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from memprof.findings import growth_until_peak
-from memprof.findings.growth_until_peak import GrowthUntilPeak, find_growth_until_peak, list_growth_holders
+from memprof.findings.growth_until_peak import (
+    GrowthUntilPeak,
+    find_growth_until_peak,
+    find_piled_up_storages,
+    list_growth_holders,
+)
 from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -89,6 +94,18 @@ def test_the_rounds_and_what_keeps_the_tensors() -> None:
     (known, unknown) = found.leaks
     assert (known, unknown) == (b.trace.holders[0], None)
     assert list_growth_holders(context) == [b.trace.holders[0]]
+
+
+def test_what_piles_up_over_steps_is_all_that_is_made_alike() -> None:
+    """Before and after the growth too; what grows from call to call is told only where the run does not fit."""
+    b = accumulating()
+    later = b.alloc(2 * MIB, line="train.py:7 main")
+    b.alloc(2 * MIB, line="train.py:9 main")
+    lines = [b.trace.source_line(b.trace.storages[i]) for i in sorted(find_piled_up_storages(b.context()))]
+    assert lines == ["train.py:7 main", "train.py:8 main"] * 5 + ["train.py:7 main"]
+    assert later in find_piled_up_storages(b.context())
+    assert not find_piled_up_storages(accumulating(other_mib=302).context())
+    assert not find_piled_up_storages(kept_by_calls().context(10 * MIB))
 
 
 def test_what_grows_to_the_end_is_not_told_twice() -> None:
@@ -179,8 +196,8 @@ def test_the_rounds_are_those_of_what_accumulates_longest() -> None:
     assert [len(leak.storages) for leak in leaks] == [5, 4]
 
 
-def test_what_keeps_the_results_of_calls_is_one() -> None:
-    """One backward frees all of them."""
+def kept_by_calls() -> TraceBuilder:
+    """Six calls with gradients, each of which leaves its input and its result."""
     b = TraceBuilder()
     for _ in range(6):
         b.phase(PhaseKind.FORWARD)
@@ -189,6 +206,12 @@ def test_what_keeps_the_results_of_calls_is_one() -> None:
         b.alloc(2 * MIB, op="aten.mm")
         b.trace.forwards.append(Forward(begin, len(b.trace.events), NONE, NONE, True, 5, ()))
         b.phase(PhaseKind.OTHER)
+    return b
+
+
+def test_what_keeps_the_results_of_calls_is_one() -> None:
+    """One backward frees all of them."""
+    b = kept_by_calls()
     b.trace.holders.append(LOSSES._replace(storages=(1,)))
     found = find_growth_until_peak(b.context(10 * MIB))
     assert found is not None and found.unit == "call"

@@ -532,6 +532,34 @@ def test_graphs_that_no_backward_uses_are_told_by_the_call() -> None:
     assert "the result of aten.empty at train.py:1" in other.title
 
 
+def test_a_backward_that_came_before_the_last_use_has_used_the_graph() -> None:
+    """Statistics of a layer's input are computed after the backward."""
+    b = graphs_kept(training=True, uses_backward=True)
+    for saved in range(2):
+        b.use(saved)  # in the last phase
+    b.phase(PhaseKind.FORWARD, 4)
+    b.free(b.alloc(400 * MIB))
+    (finding,) = b.find()
+    assert "no backward has used" not in finding.title
+
+
+def test_calls_are_counted_that_keep_something_at_a_time() -> None:
+    b = graphs_kept(training=True)
+    b.trace.events[-2:-2] = [Event(EventKind.FREE, 0), Event(EventKind.FREE, 1)]
+    for call in range(2, 4):
+        begin = len(b.trace.events)
+        b.phase(PhaseKind.FORWARD, 2 + call)
+        b.enter("", "Net")
+        b.use(b.alloc(100 * MIB))
+        b.leave()
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, b.trace.storages[0].source, True, 5, ()))
+    b.phase(PhaseKind.FORWARD, 7)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OTHER, 7)
+    (finding,) = b.find()
+    assert "the graph of 2 calls of Net" in finding.title  # of four
+
+
 def test_what_an_evaluation_keeps_for_a_backward_is_told_once() -> None:
     b = graphs_kept(training=False)
     assert not b.find()
