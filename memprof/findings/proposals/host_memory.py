@@ -25,11 +25,19 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     largest = trace.storages[max(buffers, key=lambda index: trace.storages[index].num_bytes)]
     alike = [index for index in buffers if trace.storages[index].source == largest.source]
-    if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes:
+    if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes or _is_used_whole(context, alike):
         return
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = f'{where} in host memory (device="cpu"), copied in parts'
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+
+
+def _is_used_whole(context: Context, buffers: list[int]) -> bool:
+    """Return whether the GPU computes with a whole buffer: while it is live another tensor of its shape is made."""
+    trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
+    shapes = {trace.storages[index].shape for index in buffers}
+    others = [index for index, one in enumerate(trace.storages) if one.shape in shapes and not _is_buffer(trace, index)]
+    return any(births[buffer] < births[other] < deaths[buffer] for buffer in buffers for other in others)
 
 
 def _is_buffer(trace: Trace, index: int) -> bool:

@@ -285,6 +285,16 @@ def test_a_buffer_is_created_by_a_line_of_the_program_outside_of_modules(
     assert bool(list(host_memory.propose(b.context()))) == is_told
 
 
+@pytest.mark.parametrize(("shape", "is_told"), [((4, 8), False), ((8, 4), True)])
+def test_a_buffer_that_is_used_as_a_whole_stays_on_the_gpu(shape: tuple[int, int], is_told: bool) -> None:
+    """As `torch.scatter(zeros, ...)` does, which makes another one of its shape; what came before does not."""
+    b = TraceBuilder(PhaseKind.OTHER)
+    b.free(b.new(4, 8, op="aten.scatter", line="a.py:2 f"))
+    b.new(4, 8, op="aten.zeros", line="a.py:1 f")
+    b.new(*shape, op="aten.scatter", line="a.py:2 f")
+    assert bool(list(host_memory.propose(b.context()))) == is_told
+
+
 def test_buffers_of_one_line_are_one() -> None:
     b = TraceBuilder(PhaseKind.OTHER)
     made = [
