@@ -223,6 +223,15 @@ class _ForwardSpans:
         self.spans[-1] = replace(self.spans[-1], end=end)
         self._begin = end
 
+    def _is_between_layers(self, next_module: Module, end: int) -> bool:
+        """Return whether the code up to the event `end` is between two layers: of one stack, or of two that take turns,
+        such as attention and MLPs. A decoder after an encoder begins with an embedding of its own."""
+        if self._is_same_list(next_module):
+            return True
+        events, modules = self._trace.events[self._begin : end], self._trace.modules
+        embeds = any(kind is EventKind.ENTER and modules[ref].role is ModuleRole.EMBEDDING for kind, ref in events)
+        return bool(self._last_stack) and next_module.role is ModuleRole.LAYER and not embeds
+
     def _is_same_list(self, module: Module) -> bool:
         """Return whether `module` is in the same module list as the last called module."""
         if module.role is ModuleRole.CHILD:
@@ -238,8 +247,13 @@ class _ForwardSpans:
     def _add_gap(self, end: int, next_module: Module | None) -> None:
         """Add a stage for code between two module calls, up to the event `end`; its name depends on `next_module`."""
         is_after_model = self._has_seen_head or self._has_left_root
-        if not is_after_model and next_module is not None and next_module.stack and self._is_same_list(next_module):
-            # Between two layers of a stack the old hidden states are freed: this belongs to the layer.
+        if (
+            not is_after_model
+            and next_module is not None
+            and next_module.stack
+            and self._is_between_layers(next_module, end)
+        ):
+            # Between two layers the old hidden states are freed: this belongs to the layer.
             self._extend_last(end)
             return
         if is_after_model and self._phase.step == 0 and self._phase.kind is not PhaseKind.EVALUATION:

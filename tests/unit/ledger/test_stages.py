@@ -71,10 +71,13 @@ def stages_of(code: str, kind: PhaseKind = PhaseKind.FORWARD, step: int = 1, *, 
          ["embedding: 4x64", "layer 0: 4x63 4x7 4x8", "layer 1: 4x9"]),
         ("root( layer0( part( 4x64 ) 4x7 ) )", ["layer 0: 4x64 4x7"]),
         ("root( layer0( 4x64 layer0.mlp( 4x8 ) 4x9 ) )", ["layer 0: 4x64 4x8 4x9"]),
-        # Two stacks.
-        ("root( embedding( 4x64 ) encoder0( 4x64 ) encoder1( 4x64 ) 4x32 decoder0( 4x64 ) 4x31 decoder1( 4x64 ) )",
-         ["embedding: 4x64", "encoder layer 0: 4x64", "encoder layer 1: 4x64", "decoder embedding: 4x32",
-          "decoder layer 0: 4x64 4x31", "decoder layer 1: 4x64"]),
+        # Two stacks: one after the other, with an embedding of its own, or in turns, as attention and MLPs of a loop.
+        ("root( embedding( 4x64 ) encoder0( 4x64 ) encoder1( 4x64 ) embedding( 4x32 ) 4x30 decoder0( 4x64 ) )",
+         ["embedding: 4x64", "encoder layer 0: 4x64", "encoder layer 1: 4x64", "decoder embedding: 4x32 4x30",
+          "decoder layer 0: 4x64"]),
+        ("root( embedding( 4x64 ) encoder0( 4x8 ) 4x7 decoder0( 4x6 ) 4x5 encoder1( 4x4 ) 4x3 decoder1( 4x2 ) )",
+         ["embedding: 4x64", "encoder layer 0: 4x8 4x7", "decoder layer 0: 4x6 4x5", "encoder layer 1: 4x4 4x3",
+          "decoder layer 1: 4x2"]),
         # A model that reads no tokens.
         ("root( 4x64 layer0( 4x64 ) 4x1000 ) 4x1",
          ["own code: 4x64", "layer 0: 4x64", "own code: 4x1000", "loss: 4x1"]),
