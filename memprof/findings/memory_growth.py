@@ -175,6 +175,12 @@ def _find_ends_of_calls(context: Context, growth: GrowthUntilPeak, storages: lis
 
 def _make_backward_evidence(trace: Trace) -> Evidence:
     """Return evidence with the fix for calls whose graphs wait for one backward pass."""
+    with_graph = {forward.source for forward in trace.forwards if forward.nodes}
+    if len(with_graph) > 1:  # a round is several calls, such as the inner steps of a task and what is asked of it then
+        text = (
+            "fix: call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
+        )
+        return Evidence(text)
     source = trace.source_at(trace.forwards[-1].source)
     text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
     return Evidence(text, source=source)

@@ -147,8 +147,10 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
-            if any(finding.is_decisive for finding in document.findings):
-                return "whether it fits once that line is changed", run()
+            if causes := [finding for finding in document.findings if finding.is_decisive]:
+                fixes = (one for cause in causes for one in cause.evidence if one.text.startswith("fix"))
+                what = "that line" if any(fix.source for fix in fixes) else "that"
+                return f"whether it fits once {what} is changed", run()
             suggested = _list_suggested_fixes(document)
             if not suggested.isdisjoint(script_fix_names()):
                 return "the fixes that make it fit at the least cost", run("--fix", "auto")

@@ -70,7 +70,9 @@ def format_stage(row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_pe
     """
     fit = Text("out of memory", style="red") if row.oom else Text("fits")
     if usable_bytes is not None and row.peak_allocated_bytes > usable_bytes:
-        fit = Text(f"{unit.format(row.peak_allocated_bytes - usable_bytes)} over", style="red")
+        over_bytes = row.peak_allocated_bytes - usable_bytes
+        is_shown = over_bytes >= unit.num_bytes / 100
+        fit = Text(f"{unit.format(over_bytes) if is_shown else format_bytes(over_bytes)} over", style="red")
     name = Text(row.name)
     if row.num_merged > 1:
         suffix = "each" if row.has_equal_deltas else "on average"

@@ -253,6 +253,15 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
 
 
+def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
+    """The inner steps of a task, and the call whose loss is summed."""
+    b = calls_before_one_backward(80)
+    b.trace.sources.append("train.py:9 main")
+    b.trace.forwards[-1] = b.trace.forwards[-1]._replace(source=len(b.trace.sources) - 1)
+    (finding,) = find(b.context(64 * MIB))
+    assert "backward() for each part" in finding.evidence[-1].text and finding.evidence[-1].source is None
+
+
 class TestSilentOn:
     @pytest.mark.parametrize("each", [2, 3])
     def test_what_is_cleared_soon(self, each: int) -> None:

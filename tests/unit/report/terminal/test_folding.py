@@ -6,9 +6,11 @@ import pytest
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, fold_stages
 from memprof.report.terminal.report import render
+from memprof.report.terminal.stages import format_stage
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.traces import TraceBuilder
@@ -214,3 +216,13 @@ def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
     b.leave()
     marked = [line for line in to_text(render(document(b))).splitlines() if "<- peak" in line]
     assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]
+
+
+@pytest.mark.parametrize(("over", "text"), [(MIB // 100, "10.24 KiB over"), (MIB // 100 + 1, "0.01 over")])
+def test_what_is_less_than_a_hundredth_over_has_a_unit_of_its_own(over: int, text: str) -> None:
+    """Not "0.00 over"."""
+    b = TraceBuilder()
+    call(b, 20 * MIB)
+    row = fold_stages(document(b))[-1]
+    _, fit = format_stage(row, row.peak_allocated_bytes - over, Unit("MiB", MIB), is_peak=False)
+    assert fit.plain == text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memprof.findings import Finding, Severity
+from memprof.findings import Evidence, Finding, Severity
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
@@ -40,6 +40,7 @@ FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
 CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
 LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 f", "x")), *HELPS)
+LINE_CAUSE = (dataclasses.replace(CAUSE[0], evidence=(Evidence("fix: change it", source="a.py:1 f"),)), *HELPS)
 PATCH = "this change as a diff, and what the run needs with it"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
@@ -105,7 +106,8 @@ def limit(largest: int | None) -> LargestSearch:
         (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
-        (ran(fits=False, findings=CAUSE), ("whether it fits once that line is changed", f"{RUN} {SCRIPT}")),
+        (ran(fits=False, findings=CAUSE), ("whether it fits once that is changed", f"{RUN} {SCRIPT}")),
+        (ran(fits=False, findings=LINE_CAUSE), ("whether it fits once that line is changed", f"{RUN} {SCRIPT}")),
         (ran(fits=False, findings=LOCAL_CAUSE), (PATCH, f"{RUN} --gpu h100-80gb --suggest-patch a.py")),
         (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
         (ran(fits=False), FINDINGS),
