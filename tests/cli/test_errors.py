@@ -221,4 +221,4 @@ def test_what_fits_and_fails_all_the_same_is_said_beside_the_verdict(memprof):
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     verdict = next(number for number, line in enumerate(lines) if line.startswith("Fits: "))
-    assert lines[verdict + 1].startswith("Fails on a real GPU: Context of 1,500 tokens")
+    assert lines[verdict - 1].startswith("Fails on a real GPU: Context of 1,500 tokens")

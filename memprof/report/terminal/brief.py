@@ -50,8 +50,8 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
         return render_answer(document)
     total_bytes = document.device.total_bytes or 0
     parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
-    parts += [render_verdict(document, with_message=False)]
-    parts += [*_render_refused(document), *render_certain_errors(document), render_heading(document)]
+    parts += [*render_certain_errors(document), render_verdict(document, with_message=False)]
+    parts += [*_render_refused(document), render_heading(document)]
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, _MIN_SHARE)]
     parts += _render_causes(document)
@@ -163,7 +163,7 @@ def _list_line_fixes(findings: Sequence[Finding]) -> Iterator[tuple[str, str | N
         marker, _, fix = evidence.text.partition(": ")
         if marker == "fix" and evidence.source:
             line = short_source(evidence.source)
-            yield f"{line}: {fix.replace(f' at {line}', '')}", evidence.source
+            yield f"{line}: {fix.removeprefix(f'at {line} ').replace(f' at {line}', '')}", evidence.source
         elif marker == "fix":
             yield fix, None
         elif marker.startswith("fix at "):

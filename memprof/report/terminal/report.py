@@ -27,9 +27,9 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     """Return a report for a terminal; `explain` adds the assumptions, `quiet` leaves only the verdict."""
     if quiet:
         return render_answer(document)
-    parts = [render_heading(document), render_stages(document), Text(""), render_verdict(document)]
+    parts = [render_heading(document), render_stages(document), Text("")]
+    parts += [*render_certain_errors(document), render_verdict(document)]
     parts += _render_cause(document)
-    parts += render_certain_errors(document)
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT) and not explain]
     unit = choose_report_unit(document)
     parts += [render_ranks(document.ranks, unit, on_cpu=document.on_cpu)] if document.ranks else []

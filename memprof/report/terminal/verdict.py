@@ -23,7 +23,9 @@ _MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, both are told.
 
 def render_answer(document: Report) -> RenderableType:
     """Return what `--quiet` prints: the verdict, or of a search its result."""
-    return render_verdict(document) if document.limit is None else Text(format_limit(document.limit))
+    if document.limit is not None:
+        return Text(format_limit(document.limit))
+    return Group(*render_certain_errors(document), render_verdict(document))
 
 
 def render_verdict(document: Report, *, with_message: bool = True) -> RenderableType:
@@ -129,7 +131,7 @@ def _label(label: str, style: str, sentence: str) -> Text:
 
 
 def render_certain_errors(document: Report) -> list[RenderableType]:
-    """Return the titles of `find_certain_errors`, which are shown at the verdict."""
+    """Return the titles of `find_certain_errors`, which are shown before the verdict on memory."""
     label = "Fails on a real GPU: "
     return [Text(label, style="bold red").append(f.title, style="default") for f in find_certain_errors(document)]
 
