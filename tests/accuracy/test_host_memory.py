@@ -182,6 +182,7 @@ for kind in {KINDS!r}:
     return dict(zip(KINDS, found, strict=True))
 
 
+@pytest.mark.nightly
 def test_saved_tensors_on_the_host() -> None:
     """What autograd saves leaves the GPU and is found on the host, byte for byte."""
     found = decoders()

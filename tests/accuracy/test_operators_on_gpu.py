@@ -57,6 +57,7 @@ def simulated(out: Path, *options: str) -> dict[str, dict[str, Any]]:
     return read(out)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
 @pytest.mark.parametrize("family", FAMILIES)

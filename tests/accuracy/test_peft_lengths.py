@@ -14,6 +14,7 @@ _SETTINGS = {"optimizer_type": "AdamW", "optimizer_kwargs": {"lr": 1e-4}, "grad_
 PUBLISHED = {"run_info": {"experiment_name": "tiny", "train_config": _SETTINGS, "peft_config": None}}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_steps_in_between_are_as_simulated(tmp_path: Path) -> None:
     config = tmp_path / "config.json"

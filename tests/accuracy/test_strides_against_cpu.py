@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from tests.accuracy import operator_sweep as sweep
-from tests.lanes import at_night
 
 OWN_KERNEL = "CUDA's kernel lays its result out by itself, and the CPU's for channels last, or not"
 PERMUTED = "by pieces on CUDA, one kernel on the CPU"
@@ -60,7 +59,7 @@ ORDERS: dict[str, Any] = {
     "channels last": lambda dims: [0, *range(2, dims), 1],
     "batch before channels": lambda dims: [*range(2, dims), 0, 1],
 }
-ONE = (None, 0, 1, -1) if at_night() else (None, 0)  # Dimensions of which one element is left.
+ONE = (None, 0, 1, -1)  # Dimensions of which one element is left.
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -114,16 +113,15 @@ def tensors(sample: Any) -> list[torch.Tensor]:
     return [each for each in given if isinstance(each, torch.Tensor)]
 
 
+@pytest.mark.nightly
 def test_strides() -> None:
-    """At night of all operators, by day of one in four."""
+    """Of all operators."""
     pytest.importorskip("expecttest", reason="torch's operator database needs expecttest")
-    operators = sweep.operators()[:: 1 if at_night() else 4]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: dict[str, list[str]] = defaultdict(list)
-        for op in operators:  # of which several have one name
+        for op in sweep.operators():  # of which several have one name
             found[op.name] += differences(op)
     unexplained = [line for name, lines in found.items() if name not in EXCEPTIONS for line in lines[:2]]
     assert not unexplained, "\n".join(unexplained)
-    if at_night():
-        assert sorted(name for name in EXCEPTIONS if not found.get(name)) == [], "these agree now"
+    assert sorted(name for name in EXCEPTIONS if not found.get(name)) == [], "these agree now"

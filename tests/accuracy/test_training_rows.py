@@ -144,7 +144,7 @@ def _simulate(run: Recipe | Bench, name: str) -> Simulated:
 
 
 # Of rows that differ in one setting, one is in every run.
-BY_DAY = "lora", "baseline full FT", "+ packed", "+ activation offloading"
+BY_DAY = "lora", "+ packed"
 
 
 def _in_its_lane(row: Row, *others: object) -> object:
@@ -194,7 +194,7 @@ _POINTS = (
 )
 
 
-@pytest.mark.parametrize("name", by_day(READINGS, "Qwen2.5-0.5B lora", "Qwen2.5-1.5B qlora"))
+@pytest.mark.parametrize("name", by_day(READINGS, "Qwen2.5-0.5B lora"))
 def test_readings_of_the_adapter_benchmark(name: str) -> None:
     """Within 1.2 MiB; of what torch counts, some are rests of up to 1 MiB that blocks keep. In half precision weights
     are moved first, and 8 MiB of such rests are in every reading, and not in the sum of the tensors, the peak here."""

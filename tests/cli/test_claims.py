@@ -89,7 +89,7 @@ def _held(answer: dict[str, Any], run: Run) -> None:
         hold(claim, run)
 
 
-@pytest.mark.parametrize("name", by_day(PROFILES, "limit of the context"))
+@pytest.mark.parametrize("name", by_day(PROFILES))
 def test_a_report_of_profile_is_kept_to(run, name, tmp_path):
     _, answer = run(["profile", *PROFILES[name].split()])
     _held(answer, run)

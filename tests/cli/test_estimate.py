@@ -68,6 +68,7 @@ def test_explain_shows_constants_with_sources_and_assumptions(memprof):
     assert "1,200,000,000 parameters x 2 bytes" in said
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_exact_shows_both_term_by_term(memprof):
     result = memprof("estimate", "--model", "pythia-70m", "--context-length", "256", "--exact")

@@ -115,6 +115,7 @@ def test_auto_changes_nothing_that_fits(memprof):
     assert "without fixes" in result.json["ladder_reason"]
 
 
+@pytest.mark.nightly
 def test_auto_says_when_nothing_helps(memprof, folder):
     (folder / "config.json").write_text(json.dumps(MODEL | {"n_layer": 1}))
     result = run(memprof, "--fix", "auto", vram="0.6GiB")

@@ -42,6 +42,7 @@ def test_wrong_use(memprof, arguments, problem):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_limit_was_run_on_both_sides(memprof):
     """The configuration is confirmed by `memprof profile`; a batch more does not fit."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.test_report import HERE
+from tests.lanes import by_day
 from tests.processes import ROOT
 
 
@@ -69,7 +70,10 @@ def test_a_recipe_runs_and_is_copied(archive, tmp_path) -> None:
         assert (tmp_path / "copy" / file.relative_to(folder)).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("command", ["profile --model gpt2 --context-length 16 --quiet", "run --quiet step.py"])
+PROFILE = "profile --model gpt2 --context-length 16 --quiet"
+
+
+@pytest.mark.parametrize("command", by_day([PROFILE, "run --quiet step.py"], PROFILE))
 def test_a_model_is_run(archive, tmp_path, command) -> None:
     (tmp_path / "step.py").write_text("import torch\ntorch.nn.Linear(1000, 1000).cuda()(torch.ones(9, 1000).cuda())\n")
     assert run(archive, tmp_path, "-m", "memprof", *command.split()).startswith("Fits: needs ")

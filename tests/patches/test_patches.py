@@ -141,6 +141,7 @@ for _ in range(int(sys.argv[1])):
 """
 
 
+@pytest.mark.nightly
 def test_an_imported_module(tmp_path):
     (tmp_path / "meters.py").write_text(METER)
     (tmp_path / "train.py").write_text(TRAIN)

@@ -70,6 +70,7 @@ def test_a_recipe_runs_from_the_wheel(installed, tmp_path):
     assert from_copy.stdout == from_wheel.stdout != ""
 
 
+@pytest.mark.nightly
 def test_every_copy_is_whole(installed, tmp_path):
     """A copy imports nothing beside it but memprof: --help imports all of a script's files and stops."""
     assert run(installed, tmp_path, "-m", "memprof", "recipes", "cp", 5, "copy").returncode == 0

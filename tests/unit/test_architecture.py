@@ -128,6 +128,7 @@ def test_an_eager_profile_imports_no_compiler():
     _check_eager(_modules(SILENT + HELP.replace('"--help"', profile)))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nor_does_a_search_over_eager_runs():
     words = '"recommend", "--model", "gpt2", "--mode", "inference", "--context-length", "64", "--gpu-vram", "8"'

@@ -254,6 +254,7 @@ def test_chunk_bytes_bound_the_chunk():
         assert budget / 4 < peak_above_hidden(8192, chunk_bytes=budget) - base <= budget
 
 
+@pytest.mark.nightly
 def test_autocast_on_the_virtual_gpu():
     """Under autocast the logits' chunks are in half precision, as the logits would be."""
 

@@ -60,6 +60,7 @@ def cache(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.nightly
 def test_one_run_gives_what_several_give(cache, runs):
     cache()
     one_by_one = _answer()
@@ -85,6 +86,7 @@ def test_the_next_process_finds_them(cache, runs):
     assert runs == []
 
 
+@pytest.mark.nightly
 def test_where_one_run_fails_each_is_compiled(cache, runs, monkeypatch):
     folder, build = cache(), cpp_builder.CppBuilder.build
 
