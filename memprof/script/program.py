@@ -258,7 +258,8 @@ def print_error(error: BaseException) -> None:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of `error` as text, without memprof's frames."""
+    """Return the traceback of `error` as text, without memprof's frames, and, where memory has run out, without those of
+    libraries: the report has the operator, its shape and its line."""
     formatted = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen_ids = [formatted], set()
     while pending:
@@ -271,4 +272,14 @@ def format_traceback(error: BaseException) -> str:
         )
         pending += [related for related in (exception.__cause__, exception.__context__) if related is not None]
         pending += list(exception.exceptions or ()) if hasattr(exception, "exceptions") else []
+    if _is_out_of_memory(error):
+        from memprof.watch.program_code import is_own_file  # imports torch, as the program has
+
+        own = [frame for frame in formatted.stack if is_own_file(frame.filename)]
+        formatted.stack = traceback.StackSummary.from_list(own or formatted.stack)
     return "".join(formatted.format())
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)

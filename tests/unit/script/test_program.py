@@ -111,6 +111,25 @@ def test_its_own_error_is_shown_without_what_ran_it(script, capsys):
     assert shown.endswith("ValueError: bad\n") and "direct cause" in shown
 
 
+@pytest.mark.parametrize(("error", "has_library"), [("torch.OutOfMemoryError", False), ("ValueError", True)])
+def test_where_memory_runs_out_the_frames_of_libraries_are_left_out(script, capsys, error, has_library):
+    """The report names the operator and its line."""
+    name = script(
+        f"""
+        import torch
+        def fail(module, arguments):
+            raise {error}("full")
+        layer = torch.nn.Linear(1, 1)
+        layer.register_forward_pre_hook(fail)
+        layer(torch.ones(1))
+        """
+    )
+    print_error(Program(name).run(StopRule()).error)
+    shown = capsys.readouterr().err
+    assert shown.count(f'File "{name}"') == 2 and ("torch/nn/modules" in shown) == has_library
+    assert shown.endswith("Error: full\n")
+
+
 def test_a_syntax_error(script, capsys):
     outcome = Program(script("x = = 1")).run(StopRule())
     assert (outcome.ended, outcome.exit_code) == (EndReason.ERROR, 1)
