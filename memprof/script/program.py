@@ -258,8 +258,10 @@ def print_error(error: BaseException) -> None:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of `error` as text, without memprof's frames, and, where memory has run out, without those of
-    libraries: the report has the operator, its shape and its line."""
+    """Return the traceback of `error` as text, without memprof's frames.
+
+    Where memory has run out those of libraries are left out too: the report has the operator, its shape and its line.
+    """
     formatted = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen_ids = [formatted], set()
     while pending:
