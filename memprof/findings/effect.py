@@ -36,12 +36,13 @@ def describe_cure(context: Context) -> str:
     return "the run gets past this point" if context.ledger.trace.ended_out_of_memory else "the run fits"
 
 
-def effect_evidence(context: Context, needs: MemoryNeeds) -> Evidence:
-    """Return evidence that compares `needs`, of `compute_needs_without`, with what the run needs."""
+def effect_evidence(context: Context, needs: MemoryNeeds, change: str = "freed after its last use") -> Evidence:
+    """Return evidence that compares `needs`, of `compute_needs_without` or with another `change`, with what the run
+    needs."""
     ledger = context.ledger
     before, after = ledger.run.required_reserved_bytes, needs.required_reserved_bytes
     text = (
-        f"freed after its last use, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
+        f"{change}, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
         f"{format_bytes(ledger.peak_bytes)}, and {format_reserved(needs, before)}"
     )
     return Evidence(text, num_bytes=before - after)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_without, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_with_frees, describe_cure, effect_evidence, is_decisive
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
@@ -26,6 +26,7 @@ from memprof.findings.idle_storages import (
     make_key,
 )
 from memprof.findings.lifetimes import Saving
+from memprof.findings.weight_snapshots import find_cloned_weights, find_reread_snapshots, find_snapshots
 from memprof.ledger.stages import format_stage
 from memprof.trace.events import ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
@@ -45,6 +46,7 @@ class _Group(NamedTuple):
     source: str | None  # the line that fills the holder, or assigns to the variable, or makes the call
     storages: list[int]
     is_model: bool = False
+    is_snapshot: bool = False  # takes nothing on the GPU with `fix`; what is none is freed after its last use
     note: str = ""  # more evidence
     edit: Edit | None = None  # the change of the program that `fix` is
 
@@ -64,8 +66,10 @@ def find(context: Context) -> list[Finding]:
     others |= find_growing_storages(context) | find_piled_up_storages(context)
     others |= find_covered_storages(context) | find_kept_storages(context)
     if not _has_exited(trace):
-        others |= {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
-    groups = _make_groups(context, (index for index in find_idle_storages(context) if index not in others))
+        read_later = {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
+        others |= (read_later | find_cloned_weights(context)) - find_snapshots(context)
+    storages = dict.fromkeys([*find_idle_storages(context), *_list_other_snapshots(context)])
+    groups = _make_groups(context, (index for index in storages if index not in others))
     groups += _make_error_groups(trace)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
 
@@ -75,10 +79,19 @@ def _has_exited(trace: Trace) -> bool:
     return trace.facts.program is not None and trace.facts.program.ended == "exit"
 
 
+def _list_other_snapshots(context: Context) -> list[int]:
+    """Return the copies of a model's state that no operator uses while the program trains, and that are used at its
+    end, or that one line has made when memory runs out in making the next of them."""
+    trace, oom = context.ledger.trace, context.ledger.out_of_memory
+    refused = None if oom is None or not trace.ended_out_of_memory else make_key(trace, oom.storage)
+    in_progress = (index for index in find_snapshots(context) if make_key(trace, index) == refused)
+    return sorted({*find_reread_snapshots(context), *in_progress})
+
+
 def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     """Return the idle storages by holder, else by line; parameters and their optimizer state, and gradients, as one."""
     trace = context.ledger.trace
-    by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
+    by_key: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     models: list[int] = []
     gradients: list[int] = []
     cycles, growing = _find_cycles(trace), {(one.kind, one.name) for one in list_growth_holders(context)}
@@ -94,7 +107,7 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             continue
         last_phase = find_phase(context.phases, trace.last_uses[index]).kind
         if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
-            by_key[make_key(trace, index)].append(index)
+            by_key[*make_key(trace, index), index in find_snapshots(context)].append(index)
         elif index in replaced or (
             owner.role in ROLES_OF_MODELS and last_phase.computes and not awaits_backward(context, index)
         ):
@@ -103,9 +116,11 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
             gradients.append(index)
     by_call: dict[tuple[int, int], dict[int, Forward]] = defaultdict(dict)
     groups = []
-    for members in by_key.values():
+    for (_, _, are_snapshots), members in by_key.items():
         holder = find_idle_holder(trace, members)
-        if holder is None:
+        if are_snapshots:
+            groups.append(_make_snapshot_group(trace, holder, members))
+        elif holder is None:
             calls = _find_calls_without_backward(context, members)
             for index, call in calls.items():
                 by_call[call.module, call.source][index] = call
@@ -223,7 +238,8 @@ def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]
     """Return whether a program keeps `members` on purpose: in a cache of limited size, or in a window of steps, which
     has more of them at a time than the holder that was seen in one step."""
     num_held = len(set(members).intersection(holder.storages))
-    return holder.limit is not None or _find_most(context, members, lambda index: 1) > num_held
+    last_uses = {index: context.ledger.trace.last_uses[index] for index in members}
+    return holder.limit is not None or _find_most(context, last_uses, lambda index: 1) > num_held
 
 
 def _find_calls_without_backward(context: Context, storages: Sequence[int]) -> dict[int, Forward]:
@@ -271,6 +287,14 @@ def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
     return _Group(made, fix, None, storages, edit=edit)
 
 
+def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int]) -> _Group:
+    """Return the group of copies of a state that one line has made, and `holder` keeps, if one was seen."""
+    line = _find_own_line(trace, storages[0])
+    by = f"made at {file_and_line(line)}" if holder is None else f"in {_format_holder(holder)}"
+    fix = "keep this copy in host memory (.cpu() of each tensor) or in a file, until it is needed"
+    return _Group(f"a copy of the model's state {by}", fix, line, storages, is_snapshot=True)
+
+
 def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Group:
     """Return the group of tensors that `holder` keeps."""
     if holder.is_cycle:
@@ -302,27 +326,28 @@ def _format_holder(holder: Holder) -> str:
 def _make_finding(context: Context, group: _Group) -> Finding | None:
     ledger, lifetimes = context.ledger, context.lifetimes
     trace = ledger.trace
-    frees = {index: trace.last_uses[index] for index in group.storages}
+    starts = [birth + 1 for birth in lifetimes.births] if group.is_snapshot else trace.last_uses
+    frees = {index: starts[index] for index in group.storages}
     saved = lifetimes.peak_reduction(
         [Saving(used, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, used in frees.items()]
     )
-    kept = _find_most(context, group.storages, lambda index: lifetimes.sum_bytes([index]))
+    kept = _find_most(context, frees, lambda index: lifetimes.sum_bytes([index]))
     needs = None
     is_at_peak = saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes
     if is_at_peak or _sum_idle_bytes(context, frees) >= MIN_BYTES:
-        needs = compute_needs_without(context, frees)
+        needs = compute_needs_with_frees(context, frees)
     if not is_at_peak and not is_decisive(context, needs):
         needs = None
         if not group.is_model or kept < MIN_MODEL_BYTES:
             return None
-    where = _format_last_use(context, max(frees.values()))
+    where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     title = (
         f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
         f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
     )
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
-        effect_evidence(context, needs)
+        effect_evidence(context, needs, "in host memory" if group.is_snapshot else "freed after its last use")
         if needs is not None
         else Evidence("the run's peak is at another moment, and the same without it"),
         *([Evidence(group.note)] if group.note else []),
@@ -335,7 +360,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
 
 
 def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:
-    """Return the bytes of the storages that are kept after their last use, in `frees`, where memory runs out."""
+    """Return the bytes of the storages that are kept after their event in `frees`, where memory runs out."""
     oom = context.ledger.out_of_memory
     if oom is None:
         return 0
@@ -355,13 +380,13 @@ def _format_last_use(context: Context, event: int) -> str:
     return "" if name == PhaseKind.OTHER.value else f", last used in {format_stage(name, step, micro_batch)}"
 
 
-def _find_most(context: Context, storages: Iterable[int], measure: Callable[[int], int]) -> int:
-    """Return the largest sum of `measure` over the storages that are kept after their last use at one moment."""
-    last_uses, deaths = context.ledger.trace.last_uses, context.lifetimes.deaths
+def _find_most(context: Context, frees: dict[int, int], measure: Callable[[int], int]) -> int:
+    """Return the largest sum of `measure` over the storages that are kept at one moment after their event in `frees`,
+    such as that of their last use."""
     changes = []
-    for index in storages:
+    for index, event in frees.items():
         amount = measure(index)
-        changes += [(last_uses[index], amount), (deaths[index], -amount)]
+        changes += [(event, amount), (context.lifetimes.deaths[index], -amount)]
     return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable
 from enum import StrEnum
 
 from memprof.ledger.stages import Span, find_vocabulary_size
+from memprof.ledger.weight_copies import find_weight_copies
 from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, Storage, Trace
 
 
@@ -32,8 +30,7 @@ class Category(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-_ALLOC, _FREE, _PHASE = EventKind.ALLOC, EventKind.FREE, EventKind.PHASE
-_PHASES_OUTSIDE_MODEL = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
+_ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 # For caches whose use is not visible: in a measured run, or before their first use.
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
 # Stages of a model between its last layer and its loss, outside modules with a stage.
@@ -62,7 +59,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         parameters = (index for index, owner in trace.owners.items() if owner.role is Role.PARAMETER)
         weight_sources = {(trace.storages[index].source, trace.storages[index].op) for index in parameters}
     births, deaths = trace.lifetimes()
-    weight_copies = _find_weight_copies(trace, deaths)
+    weight_copies = find_weight_copies(trace, deaths)
     differentiated_events = {storage.forward_event for storage in trace.storages}
     backward_begins = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
     next_batches = _NextBatches(trace)
@@ -164,52 +161,6 @@ def _is_bucket(trace: Trace, storage: Storage) -> bool:
     """Return whether `storage` is a bucket of DistributedDataParallel for gradients."""
     class_name = trace.modules[storage.module].class_name
     return class_name == "DistributedDataParallel" and trace.op(storage) == "aten.empty" and len(storage.shape) == 1
-
-
-def _find_weight_copies(trace: Trace, deaths: list[int]) -> set[int]:
-    """Return the indices of copies of weights: a moving average, a loaded checkpoint, the fast weights of MAML.
-
-    One source line allocates the copies, outside the modules of a model. Their shapes are those of parameters or
-    buffers, at least half of the shapes occur, and there are at least half as many copies as parameters.
-    """
-    shapes: dict[Role, list[tuple[int, ...]]] = {Role.PARAMETER: [], Role.BUFFER: []}
-    for index, owner in trace.owners.items():
-        if owner.role in shapes and trace.storages[index].device == trace.device:
-            shapes[owner.role].append(trace.storages[index].shape)
-    weights = set(shapes[Role.PARAMETER])
-    buffers = {*shapes[Role.BUFFER], *_flatten_shapes(shapes[Role.BUFFER]), ()}  # copy.deepcopy copies their storages
-    phase_ends: dict[int, int] = {}
-    phase_index = NONE
-    for time, (kind, ref) in enumerate(trace.events):
-        if kind is _PHASE:
-            phase_ends[phase_index], phase_index = time, ref
-    groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    num_events = len(trace.events)
-    for index, storage in enumerate(trace.storages):
-        if (
-            trace.phases[storage.phase].kind in _PHASES_OUTSIDE_MODEL
-            and (storage.module == NONE or trace.modules[storage.module].role is ModuleRole.ROOT)
-            and storage.source != NONE
-            and not storage.hidden
-            and index not in trace.owners
-            and deaths[index] > phase_ends.get(storage.phase, num_events - 1)
-        ):
-            groups[storage.source, storage.op, storage.phase].append(index)
-    copies: set[int] = set()
-    for (_, op, _), members in groups.items():
-        group_shapes = {trace.storages[index].shape for index in members}
-        expected = _flatten_shapes(weights) if trace.ops[op] == "torch.load" else weights  # storages without a shape
-        if (
-            group_shapes <= expected | buffers
-            and 2 * len(group_shapes & expected) >= len(expected)
-            and len(members) >= max(2, len(shapes[Role.PARAMETER]) / 2)
-        ):
-            copies.update(members)
-    return copies
-
-
-def _flatten_shapes(shapes: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    return {(math.prod(shape),) for shape in shapes}
 
 
 class _NextBatches:

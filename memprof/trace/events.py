@@ -278,6 +278,8 @@ class Holder(NamedTuple):
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
     has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
     is_read_later: bool = False  # whether the code that was running may read the variable, before it assigns to it
+    # Of what is kept and not used: number of events as the last phase began before which none of it was used; 0: none.
+    unused_until: int = 0
 
     @property
     def is_handler(self) -> bool:

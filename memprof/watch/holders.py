@@ -27,11 +27,11 @@ from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import (
-    find_assignment_line,
-    find_attribute_line,
     find_class_line,
     find_fill_line,
     format_code_line,
+    list_assignment_lines,
+    list_attribute_lines,
 )
 from memprof.watch.variables import HolderName, ProgramVariables
 
@@ -226,16 +226,8 @@ class HolderSearch:
         holder_source = line
         if is_cached := isinstance(value, functools._lru_cache_wrapper):
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), HolderName(value.__name__, None)
-        elif holder_source is None and name.code is not None:
-            codes = variables.codes if name.is_global else [name.code]
-            assignments = (find_assignment_line(code, name.text.partition("[")[0]) for code in codes)
-            holder_source = next((found for found in assignments if found is not None), format_code_line(name.code))
-        elif holder_source is None and name.owner is not None:
-            # A hook of the program may set an attribute of torch's class: `module.output = output`.
-            holder_source = find_class_line(name.owner) if is_program_class(name.owner) else None
-            if holder_source is None:
-                codes = [*variables.codes, *variables.iterate_global_codes()]
-                holder_source = find_attribute_line(codes, name.text.rpartition(".")[2])
+        elif holder_source is None:
+            holder_source = self._find_assigning_line(name, storages, variables)
         nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
@@ -253,6 +245,28 @@ class HolderSearch:
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
         )
 
+    def _find_assigning_line(self, name: HolderName, storages: set[int], variables: ProgramVariables) -> str | None:
+        """Return the line that assigns to the variable or attribute `name`: of several the one that made `storages`, or
+        led there, else the last, for the first may assign None. Without one: that of its function or class, or None."""
+        trace, variable = self._recorder.trace, name.text.partition("[")[0].rpartition(".")[2]
+        makers = {trace.storages[index].source for index in storages} - {NONE}
+        makers |= {caller.source for index in storages for caller in trace.list_callers(index)}
+        made_at = {trace.sources[source] for source in makers}
+        if name.code is not None:
+            codes = variables.codes if name.is_global else [name.code]
+            lines = next(filter(None, (list_assignment_lines(code, variable) for code in codes)), [])
+            fallback: str | None = format_code_line(name.code)
+        elif name.owner is not None:
+            # The main part may set an attribute too, and a hook one of torch's class: `module.output = output`.
+            elsewhere = list_attribute_lines([*variables.codes, *variables.iterate_global_codes()], variable)
+            lines = list_attribute_lines(_list_method_codes(name.owner), variable)
+            lines = lines or [line for line in elsewhere if line in made_at]
+            only = elsewhere[0] if len(elsewhere) == 1 else None
+            fallback = find_class_line(name.owner) if is_program_class(name.owner) else only
+        else:
+            return None
+        return next((line for line in lines if line in made_at), lines[-1] if lines else fallback)
+
 
 def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:
     """Return whether `storages` include all `counterparts` if `all_required`, else most of the first (older) half."""
@@ -269,9 +283,7 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
     variable = qualified_name.rpartition(".")[2]
     codes = [] if name.code is None else [name.code]
     if name.owner is not None:
-        methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
-        codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
-        codes = [code for code in codes if is_program(code)]
+        codes = _list_method_codes(name.owner)
     if name.is_global or name.owner is not None:
         codes += running_codes
     # Also search without the keys, since the program may use a variable as a key.
@@ -281,3 +293,10 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
         for code in codes
     )
     return next((line for line in lines if line is not None), None)
+
+
+def _list_method_codes(kind: type) -> list[CodeType]:
+    """Return the code of the methods that class `kind` defines, without those that are not of the program."""
+    methods = [inspect.unwrap(part) for part in vars(kind).values() if isinstance(part, types.FunctionType)]
+    codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
+    return [code for code in codes if is_program(code)]

@@ -40,6 +40,7 @@ class IdleWatch:
         self._searched: set[_Key] = set()
         self._num_searches = 0
         self._num_error_searches = 0
+        self._unused: list[int] = []  # positions in `Trace.idle_holders` of those with what was not used since
 
     def record_phase_begin(self, kind: PhaseKind) -> None:
         """Record that a phase begins, and search for the holders of what the last one has not used.
@@ -49,11 +50,22 @@ class IdleWatch:
         """
         if not kind.computes:
             return
+        self._record_unused()
         self._num_phases += 1
         is_due = self._num_phases <= NUM_FIRST_PHASES or self._num_phases & (self._num_phases - 1) == 0
         if is_due and kind is not PhaseKind.BACKWARD:
             self._find_holders(self._last_begin, with_owners=kind is not PhaseKind.OPTIMIZER_STEP)
         self._previous_begin, self._last_begin = self._last_begin, len(self._recorder.trace.events)
+
+    def _record_unused(self) -> None:
+        """Record of the holders that were found that what they have is live and still not used, as a phase begins."""
+        trace, table = self._recorder.trace, self._recorder.storages
+        for position in self._unused.copy():
+            holder = trace.idle_holders[position]
+            if all(table.is_live(index) and table.get_last_use(index) < holder.event for index in holder.storages):
+                trace.idle_holders[position] = holder._replace(unused_until=len(trace.events))
+            else:
+                self._unused.remove(position)
 
     def record_run_end(self) -> None:
         """Record the end of the program, with its variables still live."""
@@ -127,7 +139,10 @@ class IdleWatch:
                 garbage = self._search.find_garbage(targets)
                 unreachable = {index for holder in garbage for index in holder.storages}
                 rest = {index: key for index, key in targets.items() if index not in unreachable}
-                trace.idle_holders += garbage + self._search.find_holders(rest, outermost=of_models)
+                trace.idle_holders += garbage
+                first = len(trace.idle_holders)  # that the program may use again
+                trace.idle_holders += self._search.find_holders(rest, outermost=of_models)
+                self._unused += range(first, len(trace.idle_holders))
         return large
 
     def _make_key(self, index: int) -> _Key:

@@ -79,29 +79,34 @@ def find_line(code: CodeType, pattern: str) -> str | None:
     return None
 
 
-def find_assignment_line(code: CodeType, variable: str) -> str | None:
-    """Return `file:line function` of the first line of `code` that assigns to `variable`; None if there is none."""
+def list_assignment_lines(code: CodeType, variable: str) -> list[str]:
+    """Return `file:line function` of the lines of `code` that assign to `variable`, in their order there."""
+    lines = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in _STORES and instruction.positions is not None:
             stored = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
             if variable in stored:
-                return f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}"
-    return None
+                lines.append(f"{code.co_filename}:{instruction.positions.lineno} {code.co_name}")
+    return lines
+
+
+def list_attribute_lines(codes: Iterable[CodeType], attribute: str) -> list[str]:
+    """Return `file:line function` of the lines of `codes`, and of the functions within them, that assign to an
+    attribute of this name (`x.attribute = ...`), each once."""
+    pending, lines = list(codes), dict[str, None]()
+    while pending:
+        current = pending.pop(0)
+        pending += [constant for constant in current.co_consts if isinstance(constant, CodeType)]
+        for instruction in dis.get_instructions(current):
+            if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions:
+                lines[f"{current.co_filename}:{instruction.positions.lineno} {current.co_name}"] = None
+    return list(lines)
 
 
 def find_attribute_line(codes: Iterable[CodeType], attribute: str) -> str | None:
-    """Return `file:line function` of the only line of `codes`, and of the functions within them, that assigns to an
-    attribute of this name (`x.attribute = ...`); None if there is none, or several."""
-    pending, lines = list(codes), set()
-    while pending:
-        current = pending.pop()
-        pending += [constant for constant in current.co_consts if isinstance(constant, CodeType)]
-        lines |= {
-            f"{current.co_filename}:{instruction.positions.lineno} {current.co_name}"
-            for instruction in dis.get_instructions(current)
-            if instruction.opname == "STORE_ATTR" and instruction.argval == attribute and instruction.positions
-        }
-    return lines.pop() if len(lines) == 1 else None
+    """Return the only one of the lines of `list_attribute_lines`; None if there is none, or several."""
+    lines = list_attribute_lines(codes, attribute)
+    return lines[0] if len(lines) == 1 else None
 
 
 def format_code_line(code: CodeType) -> str:

@@ -7,19 +7,22 @@ from collections.abc import Iterator
 from memprof.findings.evidence import file_and_line, mask_compute_phases, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
+from memprof.findings.weight_snapshots import find_cloned_weights
 from memprof.ledger.what_if import resize
 
 
 @proposes(35)
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change if memory runs out while a line copies parameters, outside forward and backward."""
+    """Yield the change if memory runs out while a line copies parameters, outside forward and backward, or storages of
+    a state, of which no gradient is computed: also after a call of a model, before the next phase begins."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
-    if oom is None:
+    if oom is None or trace.op(failed := trace.storages[oom.storage]) != "aten.clone":
         return
-    failed = trace.storages[oom.storage]
     shapes = {trace.storages[index].shape for index in param_names(trace)}
-    if trace.op(failed) != "aten.clone" or failed.shape not in shapes or mask_compute_phases(trace)[failed.phase]:
-        return
     copies = [index for index, other in enumerate(trace.storages) if other.source == failed.source]
+    is_outside = failed.shape in shapes and not mask_compute_phases(trace)[failed.phase]
+    is_of_state = any(trace.storages[i].shape not in shapes for i in find_cloned_weights(context).intersection(copies))
+    if not (is_outside or is_of_state):
+        return
     change = f"the copies of parameters at {file_and_line(trace.source_line(failed))} in host memory (.cpu() of each)"
     yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change)

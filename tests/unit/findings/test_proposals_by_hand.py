@@ -311,14 +311,22 @@ def test_what_the_program_creates_may_be_in_host_memory(phase: PhaseKind, op: st
 
 
 @pytest.mark.parametrize(
-    ("phase", "width", "is_told"),
-    [(PhaseKind.OTHER, 1024, True), (PhaseKind.OTHER, 512, False), (PhaseKind.FORWARD, 1024, False)],
+    ("phase", "shape", "is_told"),
+    [
+        (PhaseKind.OTHER, (1024, 1024), True),
+        (PhaseKind.OTHER, (512, 1024), False),
+        (PhaseKind.FORWARD, (1024, 1024), False),  # a gradient may be computed of them
+        (PhaseKind.FORWARD, (1024 * 1024,), True),  # of a state_dict, by copy.deepcopy
+        (PhaseKind.EVALUATION, (1024 * 1024,), True),
+        (PhaseKind.BACKWARD, (1024 * 1024,), False),
+        (PhaseKind.FORWARD, (1024 * 1025,), False),
+    ],
 )
-def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, width: int, is_told: bool) -> None:
+def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, shape: tuple[int, ...], is_told: bool) -> None:
     b = TraceBuilder()
     b.parameter("weight", 1024, 1024)
     b.phase(phase)
-    made = [b.new(width, 1024, op="aten.clone", line="ema.py:7 save") for _ in range(8)]
+    made = [b.new(*shape, op="aten.clone", line="ema.py:7 save") for _ in range(8)]
     found = list(copies.propose(b.context(24 * MIB)))
     assert bool(found) == is_told
     for one in found:

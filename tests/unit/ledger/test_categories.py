@@ -381,9 +381,14 @@ def test_copies_of_weights() -> None:
 def test_where_and_how_copies_are_made() -> None:
     for phase, is_outside in [
         (PhaseKind.MODEL, True), (PhaseKind.OTHER, True), (PhaseKind.OPTIMIZER, True),
-        (PhaseKind.OPTIMIZER_STEP, True), (PhaseKind.INPUTS, False), (PhaseKind.EVALUATION, False),
+        (PhaseKind.OPTIMIZER_STEP, True), (PhaseKind.INPUTS, False), (PhaseKind.BACKWARD, False),
     ]:  # fmt: skip
         assert copies(*WEIGHTS, phase=phase) == is_outside
+        assert copies(*WEIGHTS, phase=phase, op="aten._to_copy") == is_outside
+    for phase in (PhaseKind.FORWARD, PhaseKind.EVALUATION):  # after a call, before the next phase begins
+        assert copies(*WEIGHTS, phase=phase)
+        assert not copies(*WEIGHTS, phase=phase, op="aten._to_copy")
+        assert not copies(*WEIGHTS, phase=phase, module=ModuleRole.ROOT)
     assert copies(*WEIGHTS, module=ModuleRole.ROOT) and not copies(*WEIGHTS, module=ModuleRole.LAYER)
     assert not copies(*WEIGHTS, line=None)
     assert not copies(*WEIGHTS, hidden=True)
@@ -415,10 +420,44 @@ def test_copies_in_the_last_phase_are_live_at_its_end() -> None:
         assert (categories_of(b, made[0]) == [PARAMETERS]) != freed
 
 
+FLAT = [(6,), (20,), (42,), (72,)]
+
+
 def test_a_loaded_checkpoint_has_storages_without_a_shape() -> None:
-    flat = [(6,), (20,), (42,), (72,)]
-    assert copies(*flat, op="torch.load") and not copies(*flat, op="aten.clone")
+    assert copies(*FLAT, op="torch.load") and not copies(*FLAT, op="aten._to_copy")
     assert not copies(*WEIGHTS, op="torch.load")
+
+
+def test_a_deep_copy_of_a_state_has_storages_without_a_shape() -> None:
+    """As copy.deepcopy(model.state_dict()) makes, after an evaluation too."""
+    for phase in (PhaseKind.OTHER, PhaseKind.EVALUATION):
+        assert copies(*FLAT, phase=phase) and copies(*FLAT[:2], (25,), (1,), phase=phase, buffers=((5, 5),))
+        assert not copies(*FLAT[:3], (73,), phase=phase) and not copies(*FLAT[:1], *FLAT[:1], phase=phase)
+    assert not copies(*FLAT[:2], *WEIGHTS[2:])  # one or the other
+
+
+def test_what_an_optimizer_has_is_copied_with_the_weights() -> None:
+    for state, is_copied in (((9, 9), True), ((9, 8), False)):
+        b = TraceBuilder()
+        b.parameter("weight", 2, 3)
+        b.new(*state, owner=(Role.OPTIMIZER_STATE, "weight.factors"))
+        b.phase(PhaseKind.OTHER)
+        made = [b.new(*shape, op="aten.clone") for shape in [(6,), (81,)]]
+        assert (set(categories_of(b, *made)) == {PARAMETERS}) == is_copied
+
+
+def test_the_copy_that_was_refused_is_one() -> None:
+    for is_last in (True, False):
+        b = TraceBuilder()
+        for number, shape in enumerate(WEIGHTS):
+            b.parameter(f"{number}.weight", *shape)
+        b.phase(PhaseKind.OTHER)
+        made = [b.new(*shape, op="aten.clone") for shape in FLAT]
+        b.free(made[-1])
+        if not is_last:
+            b.new(1)
+        b.trace.ended_out_of_memory = True
+        assert (categories_of(b, made[-1]) == [PARAMETERS]) == is_last
 
 
 def test_copies_are_made_by_one_line_in_one_phase() -> None:

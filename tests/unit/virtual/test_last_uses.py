@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.trace.events import AUTOCAST_KIND, NONE
+from memprof.trace.events import AUTOCAST_KIND, NONE, PhaseKind
 from memprof.virtual import VirtualGpu
 from memprof.virtual.function_mode import FunctionMode
 from memprof.watch import holders, idle
@@ -129,6 +129,21 @@ def test_each_variable_is_asked_whether_it_is_read_later() -> None:
         first.sum()
     found = {holder.name: holder.is_read_later for holder in gpu.trace.idle_holders}
     assert found == {"first": True, "second": False}
+
+
+def test_what_is_idle_is_recorded_until_it_is_used() -> None:
+    """Both copies are idle when the first backward begins; one is used before the third."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = torch.nn.Linear(64, 64).cuda()
+        used, unused = (torch.ones(1 << 16, 64, device="cuda") for _ in range(2))
+        (used + unused).sum()
+        for step in range(4):
+            if step == 2:
+                used.sum()
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+        begins = [time for time, phase in gpu.trace.list_phase_begins() if phase.kind is PhaseKind.BACKWARD]
+        until = {holder.name: holder.unused_until for holder in gpu.trace.idle_holders}
+    assert until == {"used": begins[1] + 1, "unused": begins[3] + 1}
 
 
 def test_a_list_is_not_read_later_by_what_fills_it() -> None:

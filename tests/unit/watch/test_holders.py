@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,8 @@ def in_a_sum() -> None:
 
 
 class Meter:
+    state: Any  # none of its methods sets it
+
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
 
@@ -224,6 +227,76 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
+
+
+class Finder:
+    state: Any
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = None
+        self.begin(model)
+
+    def begin(self, model: nn.Module) -> None:
+        self.state = copy.deepcopy(model.state_dict())  # kept
+
+    def reset(self) -> None:
+        self.state = None
+
+
+def in_an_attribute_of_several_lines() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    finder = Finder(model)
+    for _ in range(3):
+        model(torch.randn(8, 2048, device="cuda"))
+    finder.reset()
+
+
+def in_an_attribute_that_the_main_part_sets() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    meter = Meter()
+    meter.state = copy.deepcopy(model.state_dict())  # kept
+    for _ in range(3):
+        model(torch.randn(8, 2048, device="cuda"))
+
+
+def in_a_variable_of_several_lines() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    state: Any = None
+    for number in range(3):
+        if number == 0:
+            state = copy.deepcopy(model.state_dict())  # kept
+        elif number == 7:
+            state = {}
+        model(torch.randn(8, 2048, device="cuda"))
+    assert state
+
+
+def in_a_variable_that_another_line_made() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    state = None
+    made = copy.deepcopy(model.state_dict())
+    state = dict(made)  # kept
+    del made
+    for _ in range(3):
+        model(torch.randn(8, 2048, device="cuda"))
+    assert state
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "assigned_in"),
+    [
+        (in_an_attribute_of_several_lines, "Finder.state", Finder.begin),
+        (in_an_attribute_that_the_main_part_sets, "Meter.state", in_an_attribute_that_the_main_part_sets),
+        (in_a_variable_of_several_lines, "state", in_a_variable_of_several_lines),
+        (in_a_variable_that_another_line_made, "state", in_a_variable_that_another_line_made),
+    ],
+)
+def test_of_several_assignments_the_one_that_made_the_tensors_or_the_last(
+    program: Callable[[], None], name: str, assigned_in: Any
+) -> None:
+    (holder,) = run(program).idle_holders
+    assert (holder.name, holder.fills) == (name, False)
+    assert holder.source is not None and holder.source.startswith(line_of(assigned_in))
 
 
 def test_modules_are_named_as_the_program_does() -> None:

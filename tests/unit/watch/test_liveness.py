@@ -20,6 +20,13 @@ USED_IN_EACH_ROUND = "x = 1\nfor i in (1, 2):\n    print(x)\n    here()"
 USED_IN_SOME_ROUNDS = "x = 1\ni = 0\nwhile i < 2:\n    if i == 1:\n        print(x)\n    here()\n    i += 1"
 USED_IN_THE_OUTER_LOOP = "x = 1\nfor i in (1, 2):\n    print(x)\n    for j in (1, 2):\n        here()"
 MADE_IN_THE_OUTER_LOOP = "for i in (1, 2):\n    x = 1\n    print(x)\n    for j in (1, 2):\n        here()"
+MADE_IN_SOME_ROUNDS = "x = 1\nfor i in (1, 2):\n    here()\n    if i == 1:\n        x = 1\n        print(x)\n{}"
+MADE_IN_BOTH_BRANCHES = "x = i = 1\nhere()\nif i:\n    x = 2\nelse:\n    x = 3\nprint(x)"
+MADE_IN_ONE_BRANCH = "x = i = 1\nhere()\nif i:\n    x = 2\nprint(x)"
+MADE_BEFORE_BREAK = "i = 1\nwhile i < 9:\n    if i == 5:\n        break\n    x = here()\n    i += 1\nprint(x)"
+MADE_BEHIND_A_HANDLER = (
+    "for i in (1, 2):\n    here()\n    try:\n        int(i)\n    except ValueError:\n        i = 0\n    x = i\nprint(x)"
+)
 OF_A_FUNCTION_WITHIN = "x = 1\ndef inner():\n    print(x)\nhere()"
 
 
@@ -37,6 +44,12 @@ OF_A_FUNCTION_WITHIN = "x = 1\ndef inner():\n    print(x)\nhere()"
         (USED_IN_SOME_ROUNDS, True),
         (USED_IN_THE_OUTER_LOOP, True),
         (MADE_IN_THE_OUTER_LOOP, False),
+        (MADE_IN_SOME_ROUNDS.format("print(x)"), True),
+        (MADE_IN_SOME_ROUNDS.format(""), False),
+        (MADE_IN_BOTH_BRANCHES, False),
+        (MADE_IN_ONE_BRANCH, True),
+        (MADE_BEFORE_BREAK, False),
+        (MADE_BEHIND_A_HANDLER, False),
     ],
 )
 def test_the_first_instruction_that_follows_decides(source: str, is_read: bool, in_a_function: bool) -> None:
