@@ -126,7 +126,9 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     severity = Severity.WARNING if is_large else Severity.NOTE
     trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)
-    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit)
+    return Finding(
+        "evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit
+    )
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
