@@ -607,6 +607,31 @@ def test_scores_that_are_products_are_left_to_a_kernel(
         assert [sizes[index] for index in made] == [0, 0] and sizes[-1] == 512 * 512
 
 
+@pytest.mark.parametrize(
+    ("class_name", "parameter", "is_told"),
+    [
+        ("MultiheadAttention", "attn.in_proj_weight", True),
+        ("MultiheadAttention", "attn.q_proj_weight", True),
+        ("MultiheadAttention", "attn.query.weight", False),  # a class of the program's
+        ("MultiheadAttention", "other.in_proj_weight", False),
+        ("Attention", "attn.in_proj_weight", False),
+    ],
+)
+def test_the_attention_of_torch_is_asked_for_no_weights(class_name: str, parameter: str, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter(parameter, 24, 8)
+    b.inputs(1, 512)
+    b.enter("attn", class_name)
+    for op in ("aten.bmm", "aten._softmax"):
+        b.new(1, 4, 512, 512, op=op, line="model.py:3 forward")
+    b.leave()
+    change = only(attention.propose(b.context())).change
+    expected = "need_weights=False in the call of nn.MultiheadAttention at model.py:3"
+    assert change.startswith(
+        expected if is_told else "scaled_dot_product_attention instead of the scores of model.py:3"
+    )
+
+
 # -- the allocator ----------------------------------------------------------------------------------------------------
 
 
