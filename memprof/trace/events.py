@@ -279,6 +279,8 @@ class Holder(NamedTuple):
     has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
     is_read_later: bool = False  # whether the code that was running may read the variable, before it assigns to it
 
+    held_bytes: int | None = None  # of the tensors: less than of `storages` if these are views; None: not known
+
     @property
     def is_handler(self) -> bool:
         """Return whether this is an `except` block, in which an error keeps the tensors of what has failed."""
