@@ -45,12 +45,12 @@ class UntrainedDetector:
             trained = {self._recorder.storages.get_index(p) for group in groups for p in group["params"]}
             self._drop_trained_gradients(trained)
             nodes = collect_nodes(results, _MOST_NODES)
-            leaves = [node for node in nodes if hasattr(node, "variable")]
+            leaves = [node for node in nodes if _is_leaf(node)]
             untrained = {leaf for leaf in leaves if self._is_untrained(leaf.variable, trained)}
             if not untrained or len(nodes) == _MOST_NODES:
                 return
             self._leaves = [leaf.variable for leaf in untrained]
-            operators = [node for node in nodes if not hasattr(node, "variable")]
+            operators = [node for node in nodes if not _is_leaf(node)]
             operators.sort(key=lambda node: node._sequence_nr())  # a node is made after those to which it leads
             for node in operators:
                 if not _is_trained(node, untrained):
@@ -94,6 +94,11 @@ class UntrainedDetector:
             }
             if kept:
                 trace.untrained_spans.append(UntrainedSpan(begin, end, tuple(kept), tuple(kept.values())))
+
+
+def _is_leaf(node: Any) -> bool:
+    """Return whether `node` adds to the gradient of its `variable`; a Function may have an attribute of this name."""
+    return hasattr(node, "variable") and not isinstance(node, BackwardCFunction)
 
 
 def _is_trained(node: Any, untrained: set[Any]) -> bool:

@@ -30,7 +30,7 @@ _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 # Name of the attribute in which an exception stores the phase that raised it. (A table of exceptions would keep their
 # tensors alive.)
 _PHASE_ATTRIBUTE = "_memprof_phase"
-_INPUTS_ARGUMENT = 4  # of autograd's engine: the tensors to whose gradients a backward pass is limited
+_INPUTS = slice(4, 5)  # argument of autograd's engine: the tensors to whose gradients a backward pass is limited
 
 
 class Watch(ABC):
@@ -217,7 +217,7 @@ class Watch(ABC):
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             is_nested = autograd.current_graph_task_id() != -1
             leaves: list[torch.Tensor] = []
-            is_into_all = not is_nested and kwargs.get("accumulate_grad", False) and not args[_INPUTS_ARGUMENT]
+            is_into_all = not is_nested and kwargs.get("accumulate_grad", False) and not any(args[_INPUTS])
             if is_into_all:
                 self.on_backward_begin(args[0])
             if not is_nested:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,13 +153,37 @@ def by_grad(first: nn.Module, second: nn.Module) -> None:
     first(batch()).mean().backward()
 
 
+class Scaled(torch.autograd.Function):
+    """A Function with an attribute that autograd's own leaves have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.variable = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def by_function(first: nn.Module, second: nn.Module) -> None:
+    Scaled.apply(first(batch())).mean().backward()  # type: ignore[no-untyped-call]
+
+
+def of_inputs(first: nn.Module, second: nn.Module) -> None:
+    loss = mse_loss(first(batch()), second(batch()))
+    loss.backward(inputs=list(first.parameters()))
+
+
 def hooked(first: nn.Module, second: nn.Module) -> None:
     for p in second.parameters():
         p.register_post_accumulate_grad_hook(lambda p: None)
     train(first, second)
 
 
-@pytest.mark.parametrize("step", [freeze, without_gradients, by_reentrant_checkpoint, by_grad, hooked])
+@pytest.mark.parametrize(
+    "step", [freeze, without_gradients, by_reentrant_checkpoint, by_grad, by_function, of_inputs, hooked]
+)
 def test_programs_without_such_gradients(step: Callable[[nn.Module, nn.Module], None]) -> None:
     trace = run(step)
     assert not trace.untrained_gradients and not trace.untrained_spans
