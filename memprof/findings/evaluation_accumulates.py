@@ -20,6 +20,8 @@ MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
 WARNING_BYTES = 1 << 20  # per call: less is only a note
 
+MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
+
 _TRAINER = "transformers/trainer"
 
 
@@ -184,6 +186,14 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
         return growth.holder_fix_evidence(
             holder, "keep the tokens of each output, and drop its KV cache and its scores"
         )
+    if holder is not None and holder.held_bytes is not None:
+        whole_bytes = sum(trace.storages[index].num_bytes for index in holder.storages)
+        if holder.held_bytes <= MAX_VIEW_SHARE * whole_bytes:
+            each, whole = (format_bytes(size // len(holder.storages)) for size in (holder.held_bytes, whole_bytes))
+            return growth.holder_fix_evidence(
+                holder,
+                f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
+            )
     return growth.holder_fix_evidence(
         holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)"
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
-from memprof.ledger.categories import Category
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import PhaseKind, Role, Trace
 from memprof.units import format_bytes
 
 MIN_STATE_SHARE = 0.01  # of the peak: the precision of smaller state does not matter (SGD without momentum, LoRA)
@@ -54,12 +55,7 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
     if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
         return []
     trace = ledger.trace
-    temporaries = [
-        index
-        for index in sorted(lifetimes.at_peak)
-        if ledger.categories[index] is Category.TEMPORARIES
-        and trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP
-    ]
+    temporaries = [index for index in find_temporaries(context) if index in lifetimes.at_peak]
     num_bytes = lifetimes.sum_bytes(temporaries)
     if num_bytes <= max(MIN_TEMPORARIES_BYTES, MIN_TEMPORARIES_SHARE * ledger.peak_bytes):
         return []
@@ -83,3 +79,35 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
             "optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), fixes, suggestions=found
         )
     ]
+
+
+@cache_per_context
+def find_state(context: Context) -> dict[int, int]:
+    """Return storage -> number of elements of optimizer state on the GPU, but for step counts.
+
+    It includes state that the step is about to make where memory runs out: the optimizer has it only afterwards.
+    """
+    trace = context.ledger.trace
+    shapes = {trace.storages[index].shape for index in param_names(trace)}
+    state = {}
+    for index, storage in enumerate(trace.storages):
+        owner = trace.owners.get(index)
+        is_new = owner is None and _is_in_step(trace, index) and trace.op(storage) == "aten.zeros_like"
+        if (is_new or (owner is not None and owner.role is Role.OPTIMIZER_STATE)) and storage.shape in shapes:
+            state[index] = math.prod(storage.shape)
+    return state
+
+
+@cache_per_context
+def find_temporaries(context: Context) -> list[int]:
+    """Return the storages that an optimizer's step makes for itself."""
+    trace, state = context.ledger.trace, find_state(context)
+    return [
+        index
+        for index, storage in enumerate(trace.storages)
+        if _is_in_step(trace, index) and index not in trace.owners and index not in state and not storage.hidden
+    ]
+
+
+def _is_in_step(trace: Trace, index: int) -> bool:
+    return trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP

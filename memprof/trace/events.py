@@ -281,6 +281,8 @@ class Holder(NamedTuple):
     # Of what is kept and not used: number of events as the last phase began before which none of it was used; 0: none.
     unused_until: int = 0
 
+    held_bytes: int | None = None  # of the tensors: less than of `storages` if these are views; None: not known
+
     @property
     def is_handler(self) -> bool:
         """Return whether this is an `except` block, in which an error keeps the tensors of what has failed."""
@@ -303,6 +305,15 @@ class CycleKind(enum.StrEnum):
 
 HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
 AUTOCAST_KIND = "autocast"  # that of an autocast block, which keeps copies of weights; `source` is its line
+
+
+class UntrainedSpan(NamedTuple):
+    """Events of a forward whose operators lead to parameters that no optimizer has, and to no others."""
+
+    begin: int  # events before the first of the operators, or before the call of a module that runs it
+    end: int  # events before the next operator with another autograd node
+    storages: tuple[int, ...]  # large ones that modules made then, and that autograd keeps for these gradients
+    last_uses: tuple[int, ...]  # of each: as in `Trace.last_uses`, but before the backward
 
 
 class VmapCall(NamedTuple):
@@ -443,6 +454,10 @@ class Trace:
     idle_holders: list[Holder] = field(default_factory=list)  # of tensors that are kept and not used; autocast blocks
     # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.
     error_holders: list[Holder] = field(default_factory=list)
+    # Gradients of parameters that no optimizer has, and the forward that was differentiated for these alone, once an
+    # optimizer exists; of a simulated run of one process.
+    untrained_gradients: list[int] = field(default_factory=list)
+    untrained_spans: list[UntrainedSpan] = field(default_factory=list)
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)

@@ -202,8 +202,9 @@ def _check_references(trace: Trace) -> None:
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used_storages = (use.storage for use in trace.uses)
-    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used_storages)):
-        raise ValueError("a failed allocation, an owner or a use points outside the table")
+    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients)
+    if any(not 0 <= index < len(trace.storages) for index in own_indices):
+        raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")
     if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):
         raise ValueError("a caller points outside its tables")
     if trace.last_uses and len(trace.last_uses) != len(trace.storages):
@@ -226,6 +227,7 @@ def _check_references(trace: Trace) -> None:
         for row in (
             *(f.outputs for f in trace.forwards),
             *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
+            *(span.storages for span in trace.untrained_spans),
         )
         for index in row
     }
@@ -233,12 +235,16 @@ def _check_references(trace: Trace) -> None:
         all(0 <= index < len(trace.storages) for index in storage_indices)
         and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
     ):
-        raise ValueError("a forward or a holder points outside its tables")
+        raise ValueError("a forward, a holder or a span points outside its tables")
     if any(
         not 0 <= call.begin <= call.end <= len(trace.events) or call.source >= len(trace.sources)
         for call in trace.vmaps
     ):
         raise ValueError("a call of vmap points outside its tables")
+    for span in trace.untrained_spans:
+        for index, used in zip(span.storages, span.last_uses, strict=True):
+            if not births[index] < used <= len(trace.events):
+                raise ValueError(f"storage {index} is used outside its life")
     for storage in trace.storages:
         if storage.num_bytes < 0 or min(storage.shape, default=0) < 0:
             raise ValueError("a storage has a negative size")

@@ -23,6 +23,7 @@ from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refus
 from memprof.watch.kept_memory import KeptMemoryWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import is_display_statement
+from memprof.watch.untrained import UntrainedDetector
 from memprof.watch.updates import UpdateDetector
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import get_quantized_parts
@@ -83,6 +84,8 @@ class VirtualGpu(Watch):
         self._updates.on_step = lambda: self._kept_memory.growth.record_phase_begin(
             PhaseKind.OPTIMIZER_STEP, in_step=True
         )
+        untrained = UntrainedDetector(self.recorder, self.phases)
+        self.on_backward_begin, self.on_backward_end = untrained.record_backward_begin, untrained.record_backward_end
         self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return
 

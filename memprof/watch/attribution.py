@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import sys
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
 from memprof.torch_private import autograd
-from memprof.trace.events import NONE, Trace
+from memprof.trace.events import NONE, EventKind, Trace
 from memprof.watch.forward import CallSite, ForwardOperators
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.program_code import is_program
@@ -70,6 +71,30 @@ class Attribution:
             forward.call_sites.append(
                 _new_tuple(CallSite, (call_site.module, call_site.source, len(self._trace.events)))
             )
+
+    def find_spans(self, nodes: Iterable[Any], others: Iterable[Any]) -> list[tuple[int, int]]:
+        """Return the spans (begin, end) of events in which operators of the autograd `nodes` ran forward in this
+        thread, and no operator with another node: of `others`, or of a graph that has none of `nodes`.
+
+        A span begins with the first call of a module after the operator before, if there is one.
+        """
+        numbers, sites, events = self._forward.sequence_numbers, self._forward.call_sites, self._trace.events
+
+        def find_positions(nodes: Iterable[Any]) -> set[int]:
+            return {bisect.bisect_right(numbers, node._sequence_nr()) for node in nodes}
+
+        positions = find_positions(nodes) - find_positions(others)
+        spans: list[tuple[int, int]] = []
+        for position in sorted(positions & set(range(len(sites)))):
+            first = sites[position].forward_event
+            end = sites[position + 1].forward_event if position + 1 < len(sites) else len(events)
+            if spans and position - 1 in positions:
+                spans[-1] = spans[-1][0], end
+                continue
+            previous = sites[position - 1].forward_event if position else 0
+            calls = (time for time in range(previous, first) if events[time].kind is EventKind.ENTER)
+            spans.append((next(calls, first), end))
+        return spans
 
     def is_made_by_node(self, index: int) -> bool:
         """Return whether the storage `index` was allocated by the autograd node that is running."""

@@ -9,7 +9,7 @@ import gc
 import inspect
 import traceback
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
@@ -243,6 +243,7 @@ class HolderSearch:
             has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
             # A container that the code fills is read to be filled, and of one with keys other items may be read.
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
+            held_bytes=self._sum_held_bytes(roots) if roots else None,
         )
 
     def _find_assigning_line(self, name: HolderName, storages: set[int], variables: ProgramVariables) -> str | None:
@@ -266,6 +267,13 @@ class HolderSearch:
         else:
             return None
         return next((line for line in lines if line in made_at), lines[-1] if lines else fallback)
+
+    def _sum_held_bytes(self, held: list[torch.Tensor]) -> int:
+        """Return the bytes of `held`, of all tensors of a storage no more than the storage has."""
+        storages, num_bytes = self._recorder.trace.storages, Counter[int]()
+        for tensor in held:
+            num_bytes[self._recorder.storages.get_index(tensor)] += tensor.numel() * tensor.element_size()
+        return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
 
 
 def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:

@@ -30,6 +30,7 @@ _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 # Name of the attribute in which an exception stores the phase that raised it. (A table of exceptions would keep their
 # tensors alive.)
 _PHASE_ATTRIBUTE = "_memprof_phase"
+_INPUTS = slice(4, 5)  # argument of autograd's engine: the tensors to whose gradients a backward pass is limited
 
 
 class Watch(ABC):
@@ -49,6 +50,9 @@ class Watch(ABC):
         self.phases.on_error = self._record_failed_phase
         self.phases.on_step_error = self._name_optimizer_state
         self.phases.set_patch = self._patches.set
+        # Called with the results of a backward pass that gives gradients to all parameters, and after it.
+        self.on_backward_begin: Callable[[Iterable[torch.Tensor]], None] = lambda results: None
+        self.on_backward_end: Callable[[], None] = lambda: None
         self.modules.on_outermost_raise = self.phases.record_forward_error
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
@@ -213,6 +217,9 @@ class Watch(ABC):
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             is_nested = autograd.current_graph_task_id() != -1
             leaves: list[torch.Tensor] = []
+            is_into_all = not is_nested and kwargs.get("accumulate_grad", False) and not any(args[_INPUTS])
+            if is_into_all:
+                self.on_backward_begin(args[0])
             if not is_nested:
                 self.phases.record_backward_begin()
                 if not self._roots and not self.phases.optimizers and kwargs.get("accumulate_grad"):
@@ -227,6 +234,8 @@ class Watch(ABC):
                 self._record_failed_phase(error)
                 raise
             finally:
+                if is_into_all:
+                    self.on_backward_end()
                 if not is_nested:
                     self._name_parameters()
                     self._set_role(leaves, Role.PARAMETER)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memprof.findings.attention_scores import PRODUCTS, find_score_storages
-from memprof.findings.evidence import file_and_line
+from memprof.findings.evidence import file_and_line, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE, Storage, Trace
+
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight")  # of nn.MultiheadAttention: one weight for all, or one for each
 
 
 @proposes(20, fix="sdpa-attention", findings=("attention-scores",))
@@ -21,7 +24,20 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     changed = resize(trace, dict.fromkeys(scores, 0))
     line = trace.source_line(trace.storages[scores[0]])
-    if line is not None and "/transformers/" not in line.replace("\\", "/"):  # the fix switches models of transformers
+    if all(_is_of_torch_module(trace, trace.storages[index]) for index in scores):
+        how = f"need_weights=False in the call of nn.MultiheadAttention at {file_and_line(line)}, if the weights that"
+        yield Proposal(changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention")
+    elif line is not None and "/transformers/" not in line.replace(
+        "\\", "/"
+    ):  # the fix switches models of transformers
         yield Proposal(changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}")
     else:
         yield Proposal(changed)
+
+
+def _is_of_torch_module(trace: Trace, storage: Storage) -> bool:
+    """Return whether torch's own nn.MultiheadAttention made `storage`; its parameters tell it from others."""
+    if storage.module == NONE or trace.modules[storage.module].class_name != "MultiheadAttention":
+        return False
+    path, names = trace.modules[storage.module].path, set(param_names(trace).values())
+    return any(f"{path}.{name}".lstrip(".") in names for name in _PROJECTIONS)

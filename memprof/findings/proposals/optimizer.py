@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from memprof.findings.evidence import param_names
-from memprof.findings.finding import Context, cache_per_context
+from memprof.findings.finding import Context
+from memprof.findings.optimizer_state import find_state, find_temporaries
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import PhaseKind, Role, Trace
+from memprof.trace.events import Role, Trace
 
 _BLOCK, _SCALE_BYTES = 256, 4  # elements that share a scale in bitsandbytes' 8-bit optimizers, and its size
 _MIN_ELEMENTS = 4096  # bitsandbytes keeps smaller states in float32 (min_8bit_size)
@@ -30,7 +29,7 @@ def propose_fused(context: Context) -> Iterator[Proposal]:
 def propose_8_bit(context: Context) -> Iterator[Proposal]:
     """Yield the change for the state of Adam or AdamW."""
     trace = context.ledger.trace
-    state = _find_state(context)
+    state = find_state(context)
     if not _list_state_names(trace) >= _ADAM_STATE:
         return
     sizes = dict.fromkeys(find_temporaries(context), 0)
@@ -44,42 +43,10 @@ def propose_8_bit(context: Context) -> Iterator[Proposal]:
 def propose_on_host(context: Context) -> Iterator[Proposal]:
     """Yield the change for any state of an optimizer, whose step then is on the CPU."""
     trace = context.ledger.trace
-    state = _find_state(context)
+    state = find_state(context)
     if state:
         yield Proposal(resize(trace, dict.fromkeys([*state, *find_temporaries(context)], 0)))
 
 
-@cache_per_context
-def _find_state(context: Context) -> dict[int, int]:
-    """Return storage -> number of elements of optimizer state on the GPU, but for step counts.
-
-    It includes state that the step is about to make where memory runs out: the optimizer has it only afterwards.
-    """
-    trace = context.ledger.trace
-    shapes = {trace.storages[index].shape for index in param_names(trace)}
-    state = {}
-    for index, storage in enumerate(trace.storages):
-        owner = trace.owners.get(index)
-        is_new = owner is None and _is_in_step(trace, index) and trace.op(storage) == "aten.zeros_like"
-        if (is_new or (owner is not None and owner.role is Role.OPTIMIZER_STATE)) and storage.shape in shapes:
-            state[index] = math.prod(storage.shape)
-    return state
-
-
 def _list_state_names(trace: Trace) -> set[str]:
     return {owner.name for owner in trace.owners.values() if owner.role is Role.OPTIMIZER_STATE}
-
-
-@cache_per_context
-def find_temporaries(context: Context) -> list[int]:
-    """Return the storages that an optimizer's step makes for itself."""
-    trace, state = context.ledger.trace, _find_state(context)
-    return [
-        index
-        for index, storage in enumerate(trace.storages)
-        if _is_in_step(trace, index) and index not in trace.owners and index not in state and not storage.hidden
-    ]
-
-
-def _is_in_step(trace: Trace, index: int) -> bool:
-    return trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP

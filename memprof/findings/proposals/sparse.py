@@ -1,15 +1,72 @@
-"""Proposes other forms of sparse products, where a gradient is computed as a dense matrix, or is masked by one."""
+"""Proposes sparse gradients of embeddings, and other forms of sparse products, where a gradient is computed as a dense
+matrix, or is masked by one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from memprof.findings.evidence import file_and_line, format_shape
+from memprof.findings.evidence import file_and_line, format_shape, names_of
 from memprof.findings.finding import Context
+from memprof.findings.optimizer_state import find_temporaries
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import PhaseKind
+from memprof.trace.events import NONE, EventKind, PhaseKind, Role, Storage, Trace
+
+MAX_READ_SHARE = 0.1  # of the rows of a table: a sparse gradient has each row that a batch reads, with repetitions
+_INDEX_BYTES = 8  # of an index of a sparse tensor, which is int64
+
+
+@proposes(44, findings=("optimizer-step-temporaries",))
+def propose_embeddings(context: Context) -> Iterator[Proposal]:
+    """Yield the change if dense gradients of embeddings, of which a batch reads few rows, are as large as any tensor at
+    the peak: gradients of these rows alone, in which the optimizer's step computes too.
+
+    Not for language models, whose logits have a value for each row, and whose optimizers have no sparse form. State
+    stays: that of SparseAdam is dense.
+    """
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    widths = {storage.shape[-1] for storage in trace.storages if storage.shape}
+    names, oom = names_of(trace, Role.GRADIENT), context.ledger.out_of_memory
+    num_batches = max((phase.micro_batch for phase in trace.phases), default=1)
+    rows_by_shape: dict[tuple[int, ...], int] = {}  # shape of a table -> rows that one step reads at most
+    gradients: dict[int, int] = {}  # storage -> size in bytes of a sparse gradient
+    for index, storage in enumerate(trace.storages):
+        # The sum with another gradient, of tied weights, is a tensor of another operator.
+        is_gradient = index in names or (oom is not None and index == oom.storage)
+        num_rows = _count_lookups(trace, storage) * num_batches
+        if is_gradient and 0 < num_rows <= MAX_READ_SHARE * storage.shape[0] and storage.shape[0] not in widths:
+            rows_by_shape[storage.shape] = max(rows_by_shape.get(storage.shape, 0), num_rows)
+            gradients[index] = _compute_sparse_bytes(storage, num_rows)
+    if not gradients or trace.storages[lifetimes.find_largest_at_peak()].shape not in rows_by_shape:
+        return
+    temporaries = {
+        index: _compute_sparse_bytes(storage, rows_by_shape[storage.shape])
+        for index in find_temporaries(context)
+        if (storage := trace.storages[index]).shape in rows_by_shape
+    }
+    tables = " and ".join(dict.fromkeys(f"`{names[index]}`" for index in gradients if names.get(index))) or "embeddings"
+    shape, num_rows = max(rows_by_shape.items(), key=lambda item: math.prod(item[0]))
+    change = (
+        f"nn.Embedding(..., sparse=True) for {tables}, of whose {shape[0]} rows a step reads {num_rows} at most, with "
+        "torch.optim.SparseAdam, Adagrad or SGD in an optimizer of its own"
+    )
+    yield Proposal(resize(trace, gradients | temporaries), change)
+
+
+def _count_lookups(trace: Trace, storage: Storage) -> int:
+    """Return how many rows of a table were read, if `storage` is the table's dense gradient, else 0."""
+    if trace.op(storage) != "aten.embedding_dense_backward" or storage.hidden or storage.forward_event == NONE:
+        return 0
+    kind, ref = trace.events[storage.forward_event]
+    if kind is not EventKind.ALLOC or trace.op(trace.storages[ref]) != "aten.embedding":
+        return 0
+    return math.prod(trace.storages[ref].shape[:-1])
+
+
+def _compute_sparse_bytes(storage: Storage, num_rows: int) -> int:
+    """Return the size of `num_rows` rows of `storage`, with their indices."""
+    return num_rows * (storage.num_bytes // storage.shape[0] + _INDEX_BYTES)
 
 
 @proposes(47)

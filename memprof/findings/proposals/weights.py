@@ -9,8 +9,8 @@ from memprof.findings.evidence import names_of, vocabulary_tables
 from memprof.findings.finding import Context
 from memprof.findings.groups import strip_wrappers
 from memprof.findings.logits import find_logits_storages
+from memprof.findings.optimizer_state import find_temporaries
 from memprof.findings.proposals.checkpointing import checkpoint_layers
-from memprof.findings.proposals.optimizer import find_temporaries
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import ModuleRole, Role, Trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -191,8 +191,14 @@ def wide_layers(
     train(model, make_optimizer(model.parameters()), lambda: [model(inputs).square().mean()])
 
 
+def sparse_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of the first parameter, a table of 1,280 million numbers; the others are few."""
+    return torch.optim.SparseAdam([next(iter(parameters))])
+
+
 def table_of_items(make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> None:
-    model = nn.Sequential(nn.Embedding(20_000_000, 64), nn.Linear(64, 1)).cuda()
+    is_sparse = make_optimizer is sparse_adam
+    model = nn.Sequential(nn.Embedding(20_000_000, 64, sparse=is_sparse), nn.Linear(64, 1)).cuda()
 
     def losses() -> Any:
         yield model(torch.randint(20_000_000, (4096, 50), device="cuda")).square().mean()

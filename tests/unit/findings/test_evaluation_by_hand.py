@@ -77,6 +77,19 @@ def test_outputs_that_stay_and_how_long_the_gpu_has_room() -> None:
 
 
 @pytest.mark.parametrize(
+    ("held_bytes", "is_told"),
+    [(None, False), (2 * MIB - 2, True), (2 * MIB, True), (2 * MIB + 2, False), (4 * MIB, False)],
+)
+def test_views_keep_whole_tensors(held_bytes: int | None, is_told: bool) -> None:
+    b = accumulated()
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), held_bytes=held_bytes))
+    (fix,) = [one for one in only(evaluation_accumulates.find(b.context())).evidence if one.text.startswith("fix")]
+    assert (".clone()" in fix.text) == is_told and ("argmax" in fix.text) != is_told
+    if is_told:
+        assert "a view of 1" in fix.text and "whole tensor of 2.00 MiB" in fix.text
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "severity"),
     [(MIB, Severity.WARNING), (MIB - 512, Severity.NOTE), (64 * KIB, Severity.NOTE), (64 * KIB - 512, None)],
 )

@@ -112,8 +112,8 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "a table": (
         programs.table_of_items,
         15,
-        ["8-bit-optimizer", "cpu-offload-optimizer", "bfloat16"],
-        {},
+        ["nn.Embedding(..., sparse=True) for", "8-bit-optimizer", "cpu-offload-optimizer"],
+        {"nn.Embedding(..., sparse=True) for": partial(programs.table_of_items, programs.sparse_adam)},
     ),
     "points": (
         programs.point_cloud,

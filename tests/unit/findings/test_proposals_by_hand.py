@@ -442,6 +442,63 @@ def test_pairs_in_such_a_call_are_not_its_own() -> None:
     assert not list(pairs.propose(b.context()))
 
 
+# -- sparse gradients of embeddings -----------------------------------------------------------------------------------
+
+
+def lookups(
+    num_lookups: int = 400, *, num_rows: int = 4000, num_micro_batches: int = 1, owner: bool = True
+) -> TraceBuilder:
+    """A step in which rows of a table of 256 numbers each are looked up, and a temporary of it, the largest tensor."""
+    b = TraceBuilder()
+    b.parameter("users.weight", num_rows, 256)
+    for number in range(1, num_micro_batches + 1):
+        b.phase(PhaseKind.FORWARD, 1, number)
+        begin = len(b.trace.events)
+        b.new(num_lookups, 256, op="aten.embedding")
+        b.phase(PhaseKind.BACKWARD, 1, number)
+        named = (Role.GRADIENT, "users.weight") if owner and number == 1 else None
+        b.new(num_rows, 256, op="aten.embedding_dense_backward", owner=named, forward_event=begin)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.new(num_rows, 256, op="aten._foreach_sqrt")
+    return b
+
+
+def test_an_embedding_of_which_a_batch_reads_few_rows() -> None:
+    proposal = only(sparse.propose_embeddings(lookups().context()))
+    assert "`users.weight`, of whose 4000 rows a step reads 400 at most" in proposal.change
+    row_bytes = 256 * 4 + 8
+    sizes = [storage.num_bytes for storage in proposal.trace.storages]
+    assert sizes == [4000 * 1024, 400 * 1024, 400 * row_bytes, 400 * row_bytes]
+
+
+@pytest.mark.parametrize(("num_lookups", "is_told"), [(399, True), (400, True), (401, False)])
+def test_few_rows_are_a_tenth(num_lookups: int, is_told: bool) -> None:
+    assert bool(list(sparse.propose_embeddings(lookups(num_lookups).context()))) == is_told
+
+
+@pytest.mark.parametrize(("num_lookups", "is_told"), [(200, True), (201, False)])
+def test_rows_of_all_micro_batches_add_up(num_lookups: int, is_told: bool) -> None:
+    assert bool(list(sparse.propose_embeddings(lookups(num_lookups, num_micro_batches=2).context()))) == is_told
+
+
+def test_a_gradient_that_is_added_to_another_stays_dense() -> None:
+    assert not list(sparse.propose_embeddings(lookups(owner=False).context()))
+
+
+@pytest.mark.parametrize(("width", "is_told"), [(4000, False), (4001, True)])
+def test_words_with_logits_have_no_sparse_gradient(width: int, is_told: bool) -> None:
+    b = lookups()
+    b.new(8, width)
+    assert bool(list(sparse.propose_embeddings(b.context()))) == is_told
+
+
+@pytest.mark.parametrize(("num_rows", "is_told"), [(3999, True), (4002, False)])
+def test_the_table_is_as_large_as_any_tensor(num_rows: int, is_told: bool) -> None:
+    b = lookups()
+    b.new(num_rows, 256)
+    assert bool(list(sparse.propose_embeddings(b.context()))) == is_told
+
+
 # -- sparse products --------------------------------------------------------------------------------------------------
 
 
@@ -556,6 +613,31 @@ def test_scores_that_are_products_are_left_to_a_kernel(
     for one in found:
         sizes = [storage.num_bytes for storage in one.trace.storages]
         assert [sizes[index] for index in made] == [0, 0] and sizes[-1] == 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("class_name", "parameter", "is_told"),
+    [
+        ("MultiheadAttention", "attn.in_proj_weight", True),
+        ("MultiheadAttention", "attn.q_proj_weight", True),
+        ("MultiheadAttention", "attn.query.weight", False),  # a class of the program's
+        ("MultiheadAttention", "other.in_proj_weight", False),
+        ("Attention", "attn.in_proj_weight", False),
+    ],
+)
+def test_the_attention_of_torch_is_asked_for_no_weights(class_name: str, parameter: str, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter(parameter, 24, 8)
+    b.inputs(1, 512)
+    b.enter("attn", class_name)
+    for op in ("aten.bmm", "aten._softmax"):
+        b.new(1, 4, 512, 512, op=op, line="model.py:3 forward")
+    b.leave()
+    change = only(attention.propose(b.context())).change
+    expected = "need_weights=False in the call of nn.MultiheadAttention at model.py:3"
+    assert change.startswith(
+        expected if is_told else "scaled_dot_product_attention instead of the scores of model.py:3"
+    )
 
 
 # -- the allocator ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memprof.findings import optimizer_state
 from memprof.findings.proposals import (
     autocast,
     checkpointing,
@@ -222,7 +223,7 @@ def test_state_has_the_shape_of_a_parameter(
     b.parameter("weight", 8, 4)
     b.phase(PhaseKind.OPTIMIZER_STEP if is_new else PhaseKind.MODEL)
     index = b.new(*shape, op=op, owner=names)
-    assert optimizer._find_state(b.context()) == ({index: 32} if is_state and shape == (8, 4) else {})
+    assert optimizer_state.find_state(b.context()) == ({index: 32} if is_state and shape == (8, 4) else {})
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_temporaries_are_what_a_step_makes_for_itself() -> None:
     b.new(4, hidden=True)
     b.new(8, op="aten.zeros_like")
     b.new(4, owner=(Role.BUFFER, "a"))
-    assert optimizer.find_temporaries(b.context()) == [own]
+    assert optimizer_state.find_temporaries(b.context()) == [own]
 
 
 @pytest.mark.parametrize(

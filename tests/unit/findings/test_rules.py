@@ -699,6 +699,14 @@ class TestOptimizer:
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
         assert list_fix_names(finding.suggestions) == finding.fixes
 
+    @pytest.mark.parametrize("op", ["aten.zeros_like", "aten.sqrt"])
+    def test_state_that_the_step_is_about_to_make_is_no_temporary(self, op: str) -> None:
+        b = TraceBuilder()
+        b.parameter("weight", 8192, 8192)
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.new(8192, 8192, op=op)
+        assert bool(of(b.context(), "optimizer-step-temporaries")) == (op == "aten.sqrt")
+
     def test_silent_on_little(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")
         b.new(2048, 4 * 512, dtype="bfloat16", op="aten._foreach_sqrt")

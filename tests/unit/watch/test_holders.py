@@ -318,6 +318,26 @@ def test_a_sum_in_an_object() -> None:
     assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 2)
 
 
+@pytest.mark.parametrize(
+    ("part", "num_bytes"),
+    [
+        (lambda out: out, 512 * 1000 * 4),
+        (lambda out: out[:, 0], 512 * 4),
+        (lambda out: out[:2].expand(1000, 2, 1000), 512 * 1000 * 4),  # no more than there is
+        (lambda out: (out[:, 0], out[0]), (512 + 1000) * 4),
+    ],
+)
+def test_bytes_of_views(part: Callable[[torch.Tensor], object], num_bytes: int) -> None:
+    def program() -> None:
+        model, kept = parts()[0], []
+        with torch.no_grad():
+            for _ in range(4):
+                kept.append(part(model(torch.randn(512, 64, device="cuda"))))  # noqa: PERF401
+
+    found = run(program).holders[-1]
+    assert found.held_bytes == num_bytes * len(found.storages)
+
+
 def test_graphs_are_counted() -> None:
     summed, listed = only(run(in_a_sum)), only(run(in_a_list))
     # Of each step the loss, log-softmax, the linear layer and its transposed weight; the nodes of the two parameters

@@ -1,0 +1,136 @@
+"""Rule `untrained-gradients`: gradients are computed for parameters that no optimizer has."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+
+from memprof.allocator import compute_memory_needs
+from memprof.findings.edits import Edit, EditKind
+from memprof.findings.effect import describe_cure, format_reserved, is_decisive
+from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.idle_storages import find_phase
+from memprof.findings.lifetimes import Saving
+from memprof.ledger.what_if import free_earlier, resize
+from memprof.trace.events import EventKind, Forward, PhaseKind, Trace
+from memprof.units import MIB, format_bytes
+
+MIN_BYTES = 64 * MIB
+MIN_SHARE = 0.05  # of the peak: found if the peak would be lower by at least this and MIN_BYTES
+
+MIN_STEPS = 2  # of optimizers: in the first, gradients may wait for an optimizer that the program has yet to build
+
+_MOST_SHOWN = 3
+
+
+@rule(75)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding; `num_bytes` is the reduction of the peak without the gradients, and without what
+    autograd saves for these alone."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    gradients = [index for index in trace.untrained_gradients if trace.storages[index].device == trace.device]
+    steps = {phase.step for _, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP}
+    if not gradients or len(steps) < MIN_STEPS or any(_is_read(context, index) for index in gradients):
+        return []
+    saved = _find_saved(context)
+    unsaved = [Saving(time, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, time in saved.items()]
+    num_bytes = lifetimes.peak_reduction([*lifetimes.savings(gradients), *unsaved])
+    if num_bytes < MIN_BYTES or num_bytes < MIN_SHARE * context.ledger.peak_bytes:
+        return []
+    max_live = lifetimes.find_max_live(gradients)
+    call = _find_call(context, [*saved, *gradients])
+    source = None if call is None else trace.source_at(call.source)
+    line = file_and_line(source)
+    name = "" if call is None else f" of {trace.modules[call.module].class_name}, which {line} calls,"
+    is_for_nothing = call is not None and _leads_to_none(context, call)
+    run, changed = context.ledger.run, free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
+    needs = compute_memory_needs(changed, run.gpu, run.config, run.release)
+    decides = is_decisive(context, needs)
+    title = (
+        f"No optimizer has {plural(len(max_live.storages), 'parameter')}{name} whose gradients take "
+        f"{format_bytes(max_live.num_bytes)}: without these, and what autograd saves for them alone, the peak is "
+        f"{format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
+        f"{f'; then {describe_cure(context)}' * decides}"
+    )
+    freeze = f"requires_grad_(False) on {_name_parameters(context, gradients)}"
+    fix = f"call it under torch.no_grad() at {line}, or {freeze}" if is_for_nothing else freeze
+    lines = (
+        Evidence(f"fix: {fix}; or give these parameters to the optimizer if they are to be trained", source=source),
+        Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
+        *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:_MOST_SHOWN],
+        *tensors_evidence(context, saved, lifetimes.find_max_live(saved).event, lambda index: "saved")[:_MOST_SHOWN],
+    )
+    edit = Edit(EditKind.NO_GRADIENTS, source) if is_for_nothing and source is not None else None
+    return [
+        Finding("untrained-gradients", Severity.WARNING, title, num_bytes, lines, (), is_decisive=decides, edit=edit)
+    ]
+
+
+def _is_read(context: Context, index: int) -> bool:
+    """Return whether the program has used the gradient `index` itself, as an update by hand or clipping does."""
+    used = context.ledger.trace.last_uses[index]
+    return used > context.lifetimes.births[index] and find_phase(context.phases, used).kind is not PhaseKind.BACKWARD
+
+
+def _find_saved(context: Context) -> dict[int, int]:
+    """Return storage -> event at which the forward is done with it, of what autograd alone keeps, and for these
+    gradients alone."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    outputs = {index for forward in trace.forwards for index in forward.outputs}  # variables may keep them
+    return {
+        index: _find_end_of_use(trace, births[index], used)
+        for span in trace.untrained_spans
+        for index, used in zip(span.storages, span.last_uses, strict=True)
+        if index not in outputs and find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
+    }
+
+
+def _find_end_of_use(trace: Trace, birth: int, used: int) -> int:
+    """Return the event at which a tensor that is last used at the event `used` is dropped: what is given to a module
+    lives as long as the call."""
+    depth = 0
+    for time in range(birth, len(trace.events)):
+        if time >= used and not depth:
+            return time
+        kind = trace.events[time].kind
+        depth = depth + 1 if kind is EventKind.ENTER else max(depth - (kind is EventKind.EXIT), 0)
+    return len(trace.events)
+
+
+def _find_call(context: Context, storages: list[int]) -> Forward | None:
+    """Return the last outermost call of those, alike in module and line, in which most bytes of `storages` were made,
+    or what they are gradients of."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    calls: dict[tuple[int, int], Forward] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
+    for index in storages:
+        event = max(births[index] if index not in trace.owners else trace.storages[index].forward_event, 0)
+        position = bisect.bisect_right(trace.forwards, event, key=lambda forward: forward.begin) - 1
+        if position >= 0 and event < (call := trace.forwards[position]).end:
+            calls[call.module, call.source] = call
+            sizes[call.module, call.source] += trace.storages[index].num_bytes
+    return calls[sizes.most_common(1)[0][0]] if calls else None
+
+
+def _leads_to_none(context: Context, call: Forward) -> bool:
+    """Return whether no call at the line of `call` leads to a parameter that an optimizer has."""
+    trace = context.ledger.trace
+    return all(
+        any(span.begin <= other.begin and other.end <= span.end for span in trace.untrained_spans)
+        for other in trace.forwards
+        if other.source == call.source and other.nodes
+    )
+
+
+def _name_parameters(context: Context, gradients: list[int]) -> str:
+    """Return the parts of the model that have the parameters, those with most bytes first."""
+    trace = context.ledger.trace
+    sizes: Counter[str] = Counter()
+    for index in gradients:
+        owner = trace.owners.get(index)
+        if owner is not None and owner.name:
+            sizes[owner.name.partition(".")[0]] += trace.storages[index].num_bytes
+    names = [f"`{name}`" for name, _ in sizes.most_common()]
+    more = [f"{len(names) - _MOST_SHOWN} more"] * (len(names) > _MOST_SHOWN)
+    return ", ".join([*names[:_MOST_SHOWN], *more]) or "them"

@@ -1,0 +1,108 @@
+"""Detection of gradients that no optimizer has: of parameters that require gradients, and are in no optimizer.
+
+At each backward pass the autograd graph is walked from its results to its leaves. A node is *trained* if it leads to a
+leaf whose gradient may be wanted: any but a parameter that no optimizer has. What autograd saves for the other nodes is
+kept for nothing, and so are the gradients to which they lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from memprof.trace.events import NONE, EventKind, UntrainedSpan
+from memprof.watch.graph import collect_nodes
+from memprof.watch.phases import Phases
+from memprof.watch.recorder import Recorder
+
+MIN_BYTES = 1 << 20  # of a storage that is recorded
+_MOST_NODES = 1 << 20  # larger graphs are not walked
+
+
+class UntrainedDetector:
+    """Detector of gradients that no optimizer has, which writes them and what autograd saves for them into the trace.
+
+    Programs of several processes are left out: where parameters are sharded, optimizers have tensors of their own.
+    """
+
+    def __init__(self, recorder: Recorder, phases: Phases) -> None:
+        self._recorder = recorder
+        self._phases = phases
+        self._leaves: list[nn.Parameter] = []  # untrained ones of the running backward pass
+        self._parameter_by_gradient: dict[int, int] = {}  # storages of untrained gradients, and of their parameters
+
+    def record_backward_begin(self, results: Iterable[torch.Tensor]) -> None:
+        """Record the forward that is differentiated from `results` for parameters that no optimizer has."""
+        self._leaves = []
+        if not self._phases.optimizers or self._recorder.owners.is_naming_communication:
+            return
+        with torch.DisableTorchFunction():
+            groups = (group for optimizer in self._phases.optimizers for group in optimizer.param_groups)
+            trained = {self._recorder.storages.get_index(p) for group in groups for p in group["params"]}
+            self._drop_trained_gradients(trained)
+            nodes = collect_nodes(results, _MOST_NODES)
+            leaves = [node for node in nodes if _is_leaf(node)]
+            untrained = {leaf for leaf in leaves if self._is_untrained(leaf.variable, trained)}
+            if not untrained or len(nodes) == _MOST_NODES:
+                return
+            self._leaves = [leaf.variable for leaf in untrained]
+            operators = [node for node in nodes if not _is_leaf(node)]
+            operators.sort(key=lambda node: node._sequence_nr())  # a node is made after those to which it leads
+            for node in operators:
+                if not _is_trained(node, untrained):
+                    untrained.add(node)
+            self._record_spans([n for n in operators if n in untrained], [n for n in operators if n not in untrained])
+
+    def record_backward_end(self) -> None:
+        """Record the gradients of the parameters that no optimizer has."""
+        with torch.DisableTorchFunction():
+            for parameter in self._leaves:
+                gradient = None if parameter.grad is None else self._recorder.storages.get_index(parameter.grad)
+                if gradient is not None and gradient != NONE and gradient not in self._parameter_by_gradient:
+                    self._parameter_by_gradient[gradient] = self._recorder.storages.get_index(parameter)
+                    self._recorder.trace.untrained_gradients.append(gradient)
+        self._leaves = []
+
+    def _drop_trained_gradients(self, trained: set[int]) -> None:
+        """Drop the gradients of parameters that an optimizer has meanwhile been given."""
+        parameters, trace = self._parameter_by_gradient, self._recorder.trace
+        trace.untrained_gradients = [index for index in trace.untrained_gradients if parameters[index] not in trained]
+
+    def _is_untrained(self, leaf: torch.Tensor, trained: set[int]) -> bool:
+        """Return whether `leaf` is a parameter of no optimizer, and no hook reads its gradient."""
+        hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        index = self._recorder.storages.get_index(leaf)
+        return isinstance(leaf, nn.Parameter) and not hooks and index != NONE and index not in trained
+
+    def _record_spans(self, untrained: list[Any], trained: list[Any]) -> None:
+        trace, storages = self._recorder.trace, self._recorder.storages
+        for begin, end in self._recorder.attribution.find_spans(untrained, trained):
+            made = [ref for kind, ref in trace.events[begin:end] if kind is EventKind.ALLOC]
+            kept = {
+                index: used
+                for index in made
+                if storages.is_live(index)
+                and index not in trace.owners
+                and trace.storages[index].module != NONE
+                and trace.storages[index].num_bytes >= MIN_BYTES
+                # What the next operator reads has to stay: it may be saved for trained parameters.
+                and NONE != (used := storages.get_last_use(index)) < end
+            }
+            if kept:
+                trace.untrained_spans.append(UntrainedSpan(begin, end, tuple(kept), tuple(kept.values())))
+
+
+def _is_leaf(node: Any) -> bool:
+    """Return whether `node` adds to the gradient of its `variable`; a Function may have an attribute of this name."""
+    return hasattr(node, "variable") and not isinstance(node, BackwardCFunction)
+
+
+def _is_trained(node: Any, untrained: set[Any]) -> bool:
+    """Return whether `node` leads to more than `untrained` nodes and leaves. A Function of Python may run a backward
+    of its own, as a checkpoint does, to parameters that the graph does not show."""
+    next_nodes = (next_node for next_node, _ in node.next_functions if next_node is not None)
+    return isinstance(node, BackwardCFunction) or not all(next_node in untrained for next_node in next_nodes)

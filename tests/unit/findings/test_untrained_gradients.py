@@ -1,0 +1,123 @@
+"""Gradients of parameters that no optimizer has, in hand-written traces: each size is worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Finding
+from memprof.findings.edits import Edit, EditKind
+from memprof.findings.untrained_gradients import find
+from memprof.trace.events import NONE, Forward, PhaseKind, Role, UntrainedSpan
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
+
+CALL = "train.py:5 main"
+
+
+def program(
+    gradient_bytes: int = 128 * MIB, saved_bytes: int = 0, *, other_bytes: int = 512 * MIB, num_steps: int = 2
+) -> TraceBuilder:
+    """Steps with a call that makes a tensor of `saved_bytes`, and a backward that needs as much again."""
+    b = TraceBuilder()
+    b.alloc(other_bytes, owner=(Role.PARAMETER, "weight"))
+    uses = {}
+    gradient = NONE
+    for step in range(1, num_steps + 1):
+        b.phase(PhaseKind.FORWARD, step)
+        begin = len(b.trace.events)
+        b.enter("", "Target")
+        saved = b.alloc(saved_bytes, op="aten.relu", line="model.py:3 forward")
+        used = len(b.trace.events)
+        b.leave()
+        end = len(b.trace.events)
+        b.trace.forwards.append(Forward(begin, end, 0, b._index(b.trace.sources, CALL), True, 2, ()))
+        if saved_bytes:
+            b.trace.untrained_spans.append(UntrainedSpan(begin, end, (saved,), (used,)))
+        b.phase(PhaseKind.BACKWARD, step)
+        if gradient == NONE:
+            gradient = b.alloc(gradient_bytes, owner=(Role.GRADIENT, "head.weight"), forward_event=begin + 1)
+        temporary = b.alloc(saved_bytes)
+        uses[gradient] = uses[saved] = len(b.trace.events)
+        b.free(saved, temporary)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    b.trace.untrained_gradients = [gradient]
+    b.trace.last_uses = [uses.get(index, NONE) for index in range(len(b.trace.storages))]
+    return b
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_what_is_freed_and_what_to_change() -> None:
+    finding = only(find(program(saved_bytes=256 * MIB).context()))
+    assert finding.num_bytes == 384 * MIB
+    assert "1 parameter of Target, which train.py:5 calls," in finding.title and "128.00 MiB" in finding.title
+    assert "384.00 MiB (33% of it) lower" in finding.title
+    fix, effect, gradient, saved = finding.evidence
+    assert "torch.no_grad() at train.py:5, or requires_grad_(False) on `head`;" in fix.text
+    assert effect.text == "the run reserves 768.00 MiB instead of 1.12 GiB"
+    assert gradient.text.startswith("gradient: [134217728]") and saved.text.startswith("saved: [268435456]")
+    assert finding.edit == Edit(EditKind.NO_GRADIENTS, CALL) and not finding.is_decisive
+    decisive = only(find(program(saved_bytes=256 * MIB).context(800 * MIB)))
+    assert decisive.is_decisive and decisive.title.endswith("; then the run fits")
+
+
+def test_a_call_that_leads_to_a_trained_parameter_is_no_call_for_no_grad() -> None:
+    b = program(saved_bytes=256 * MIB)
+    b.trace.untrained_spans = [span._replace(end=span.end - 1) for span in b.trace.untrained_spans]
+    finding = only(find(b.context()))
+    assert finding.evidence[0].text.startswith("fix: requires_grad_(False) on `head`;") and finding.edit is None
+
+
+@pytest.mark.parametrize(("num_bytes", "told"), [(62 * MIB, []), (64 * MIB, [64 * MIB]), (66 * MIB, [66 * MIB])])
+def test_least_bytes(num_bytes: int, told: list[int]) -> None:
+    assert [finding.num_bytes for finding in find(program(num_bytes).context())] == told
+
+
+@pytest.mark.parametrize(("num_bytes", "told"), [(98 * MIB, []), (100 * MIB, [100 * MIB]), (102 * MIB, [102 * MIB])])
+def test_least_share_of_the_peak(num_bytes: int, told: list[int]) -> None:
+    context = program(num_bytes, other_bytes=2000 * MIB - num_bytes).context()
+    assert [finding.num_bytes for finding in find(context)] == told
+
+
+@pytest.mark.parametrize(("num_steps", "is_told"), [(1, False), (2, True), (3, True)])
+def test_in_the_first_step_an_optimizer_may_be_missing_yet(num_steps: int, is_told: bool) -> None:
+    assert bool(find(program(num_steps=num_steps).context())) == is_told
+
+
+def test_a_gradient_that_is_read_outside_of_a_backward() -> None:
+    b = program()
+    b.trace.last_uses[b.trace.untrained_gradients[0]] = len(b.trace.events)
+    assert not find(b.context())
+
+
+def test_a_result_of_a_call_may_be_kept_by_the_program() -> None:
+    b = program(saved_bytes=256 * MIB)
+    call = b.trace.forwards[0]
+    b.trace.forwards[0] = call._replace(outputs=tuple(i for span in b.trace.untrained_spans for i in span.storages))
+    assert only(find(b.context())).num_bytes == 128 * MIB
+
+
+def test_what_is_given_to_a_call_lives_until_its_end() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(512 * MIB)
+    begin = len(b.trace.events)
+    saved = b.alloc(256 * MIB)
+    b.enter("")
+    used = len(b.trace.events)
+    inner = b.alloc(256 * MIB)
+    b.leave()
+    b.trace.untrained_spans = [UntrainedSpan(begin, len(b.trace.events), (saved,), (used,))]
+    b.free(inner)
+    gradients = []
+    uses = {}
+    for step in (1, 2):
+        b.phase(PhaseKind.BACKWARD, step)
+        gradients.append(b.alloc(128 * MIB))
+        uses[saved] = len(b.trace.events)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    b.trace.untrained_gradients = gradients
+    b.trace.last_uses = [uses.get(index, NONE) for index in range(len(b.trace.storages))]
+    assert not find(b.context())  # all three are live together in the call, as before
