@@ -37,6 +37,8 @@ MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here
 
 _MOST_SHOWN = 3
 
+_CONTAINERS = ("dict", "OrderedDict", "defaultdict", "list", "set", "deque")  # kinds of holders
+
 
 class _Group(NamedTuple):
     """Storages that one variable, line or model keeps after their last use."""
@@ -165,7 +167,8 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     num_models = _count_models(context, parameters)
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
-    fix = "delete the model and its optimizer, or move them to the host"
+    holder = find_idle_holder(trace, parameters)
+    fix = _make_model_fix(holder)
     if num_models > 1:
         each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
         if len({trace.owners[index].name for index in parameters}) == len(parameters):
@@ -184,9 +187,18 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
     else:
         return []
-    holder = find_idle_holder(trace, parameters)
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     return [_Group(f"{what}{by}", fix, None if holder is None else holder.source, list(models), is_model=True)]
+
+
+def _make_model_fix(holder: Holder | None) -> str:
+    """Return what to do with a model that is no longer used; if `holder` is a cache or a container, with that."""
+    if holder is not None and holder.kind == "lru_cache":
+        cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
+        return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
+    if holder is not None and holder.kind in _CONTAINERS:
+        return f"remove each model from `{holder.name}` after its last use, or keep fewer there"
+    return "delete the model and its optimizer, or move them to the host"
 
 
 def _find_own_line(trace: Trace, index: int) -> str | None:

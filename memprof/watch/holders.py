@@ -94,23 +94,30 @@ class HolderSearch:
             indices_by_key: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
                 indices_by_key[key].append(index)
+
+            def find_keys(holder: NamedHolder) -> set[object]:
+                storages = {tensors[t][1] for t in holder.tensors}
+                is_tensor = issubclass(type(holder.held), torch.Tensor)
+                return {
+                    key
+                    for key, members in indices_by_key.items()
+                    if _includes_counterparts(storages, members, all_required=is_tensor)
+                }
+
             explained: set[object] = set()
             result = []
             for outer in ordered:
+                if explained.issuperset(find_keys(outer)):
+                    continue
                 # If nearly all bytes of an object are in a list inside it, the list is the container that grows.
                 min_bytes = MIN_PART_FRACTION * num_bytes[id(outer)]
                 inner = [h for h in ordered if num_bytes[id(h)] >= min_bytes and h.tensors <= outer.tensors]
                 choose = max if outermost else min
                 holder = choose(inner, key=lambda other: other.depth)
-                storages = {tensors[t][1] for t in holder.tensors}
-                is_tensor = issubclass(type(holder.held), torch.Tensor)
-                keys = {
-                    key
-                    for key, members in indices_by_key.items()
-                    if _includes_counterparts(storages, members, all_required=is_tensor)
-                }
+                keys = find_keys(holder)
                 if keys - explained:
                     explained |= keys
+                    storages = {tensors[t][1] for t in holder.tensors}
                     roots = [tensors[t][0] for t in holder.tensors]
                     result.append(self._make_holder(holder, storages, roots, variables))
             return result

@@ -18,11 +18,12 @@ from torch import nn
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
 from memprof.watch.variables import HolderName, ProgramVariables, read_instance_attributes
 
-MAX_DEPTH = 10  # references from a named object to a tensor: a list of models has parameters at depth 6
+MAX_DEPTH = 10  # references from a named object to a tensor; each module on the way is one
 
 MAX_OBJECTS = 50_000  # objects per depth; with more, the search has left the program's own objects
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_REGISTRIES = ("_modules", "_parameters", "_buffers")  # dicts of a module
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 
@@ -43,7 +44,7 @@ def find_named_holders(
     tensors: Mapping[int, tuple[Any, int]], variables: ProgramVariables, *, skipped: tuple[type, ...] = ()
 ) -> list[NamedHolder]:
     """Return every named object from which `tensors` are reachable within MAX_DEPTH references, by no object of the
-    classes `skipped`."""
+    classes `skipped`. A module and the dicts that have its attributes and parts are one object."""
     ignored_ids: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     ignored_ids.update(id(pair) for pair in tensors.values())
     ignored_ids.update(id(pair) for pair in variables.tensors)
@@ -52,10 +53,13 @@ def find_named_holders(
     tensors_below: dict[int, set[int]] = {key: {key} for key in current_level}
     last_tensor_depth = dict.fromkeys(current_level, 0)
     holder_by_id: dict[int, NamedHolder] = {}
+    module_by_dict = _find_module_dicts()
+    ignored_ids.add(id(module_by_dict))
 
     def add_name(value: Any, holder_name: HolderName) -> None:
         holder = holder_by_id.setdefault(id(value), NamedHolder(value, 0, tensors_below[id(value)]))
-        holder.names.append(holder_name)
+        if holder_name not in holder.names:
+            holder.names.append(holder_name)
 
     for depth in range(MAX_DEPTH):
         for key, value in current_level.items():
@@ -103,6 +107,8 @@ def find_named_holders(
             for child in gc.get_referents(referrer):
                 if id(child) in current_level:
                     parts |= tensors_below[id(child)]
+            referrer = module_by_dict.get(id(referrer), referrer)  # noqa: PLW2901
+            kind = type(referrer)
             if parts:
                 next_level[id(referrer)] = referrer
                 # The set is extended in place: a holder found before with a part of the tensors gets all of them.
@@ -122,6 +128,17 @@ def find_named_holders(
         holder.depth = last_tensor_depth[id(holder.held)]
         holder.keys = tuple(_find_inner_keys(holder.held, tensors_below))
     return [*holder_by_id.values(), *_join_module_attributes(holder_by_id.values())]
+
+
+def _find_module_dicts() -> dict[int, nn.Module]:
+    """Return id of a dict -> the module whose attributes, submodules, parameters or buffers it has."""
+    result: dict[int, nn.Module] = {}
+    for value in gc.get_objects():
+        if issubclass(type(value), nn.Module):
+            attributes = object.__getattribute__(value, "__dict__")
+            dicts = [attributes, *(attributes[name] for name in _REGISTRIES if name in attributes)]
+            result.update((id(one), value) for one in dicts)
+    return result
 
 
 def _join_module_attributes(holders: Iterable[NamedHolder]) -> list[NamedHolder]:
@@ -166,7 +183,7 @@ def _read_attributes(value: Any) -> dict[str, Any]:
     attributes = read_instance_attributes(value)
     if not issubclass(type(value), nn.Module):
         return attributes
-    registered = [attributes.get(registry) or {} for registry in ("_modules", "_parameters", "_buffers")]
+    registered = [attributes.get(registry) or {} for registry in _REGISTRIES]
     own = {name: part for name, part in attributes.items() if name not in _MODULE_INTERNALS}
     # The parts of a Sequential have numbers for names.
     return own | {name: part for parts in registered for name, part in list(parts.items()) if name.isidentifier()}

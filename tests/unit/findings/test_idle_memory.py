@@ -476,6 +476,21 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     assert finding.evidence[0].text.endswith("before the next one is built")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fix"),
+    [
+        ("Trainer", "trainer", "delete the model and its optimizer"),
+        ("lru_cache", "positions", "clear the cache after the model's last use (`positions.cache_clear()`)"),
+        ("dict", "CACHE", "remove each model from `CACHE` after its last use"),
+    ],
+)
+def test_a_model_is_taken_out_of_the_cache_that_keeps_it(kind: str, name: str, fix: str) -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders[:] = [OUT._replace(kind=kind, name=name, storages=(weight,))]
+    (finding,) = b.find(400 * MIB)
+    assert finding.evidence[0].text.startswith(f"fix: {fix}")
+
+
 @pytest.mark.parametrize(("computes", "new_mib"), [(1, 64), (3, 62)], ids=["one call", "no model"])
 def test_what_was_called_once_or_gets_a_small_part_more_is_in_use(computes: int, new_mib: int) -> None:
     """Two parts of one model, the first of which was called for the shape of its output; adapters of a model."""

@@ -313,6 +313,24 @@ def test_modules_are_named_as_the_program_does() -> None:
     assert all(holder.source and holder.source.startswith(__file__) for holder in trace.idle_holders)
 
 
+@pytest.mark.parametrize(("depth", "is_found"), [(7, True), (8, True), (9, False)])
+def test_a_module_is_one_reference(depth: int, *, is_found: bool) -> None:
+    """From its parameter, a list is one reference more than there are modules around it."""
+
+    def program() -> None:
+        model: nn.Module = nn.Linear(2048, 2048).cuda()
+        for _ in range(depth - 1):
+            model = nn.Sequential(model)
+        x = torch.randn(8, 2048, device="cuda")
+        models = [model]
+        del model
+        models[0](x)
+        for _ in range(3):
+            nn.Linear(2048, 2048).cuda()(x)
+
+    assert any(holder.name == "models" for holder in run(program).idle_holders) is is_found
+
+
 def test_a_sum_in_an_object() -> None:
     holder = only(run(in_a_sum_of_an_object))
     assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 2)
