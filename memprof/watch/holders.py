@@ -187,11 +187,15 @@ class HolderSearch:
                     sums[value.grad_fn] = NamedHolder(value, 0, set(), [name]), nodes
             # Values computed from a sum span as many steps, but are not what keeps the graph alive.
             independent = [holder for holder, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
+            by_name: dict[object, NamedHolder] = {}
+            for holder in independent:  # what each layer has is named once
+                name = holder.names[0]
+                by_name.setdefault((name.code, name.owner, name.text.rpartition(".")[2]), holder)
             return [
                 self._make_holder(
                     holder, {self._recorder.storages.get_index(holder.held)} - {NONE}, [holder.held], variables
                 )
-                for holder in independent
+                for holder in by_name.values()
             ]
 
     def _find_tensors(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:

@@ -107,15 +107,14 @@ def find_named_holders(
             for child in gc.get_referents(referrer):
                 if id(child) in current_level:
                     parts |= tensors_below[id(child)]
-            referrer = module_by_dict.get(id(referrer), referrer)  # noqa: PLW2901
+            referrer = module_by_dict.get(id(referrer), referrer)
             kind = type(referrer)
-            if parts:
+            # The set is extended in place: a holder found before with a part of the tensors gets all of them.
+            held = tensors_below.setdefault(id(referrer), set())
+            if not parts <= held:
+                held |= parts
                 next_level[id(referrer)] = referrer
-                # The set is extended in place: a holder found before with a part of the tensors gets all of them.
-                held = tensors_below.setdefault(id(referrer), set())
-                if not parts <= held:
-                    held |= parts
-                    last_tensor_depth[id(referrer)] = depth + 1
+                last_tensor_depth[id(referrer)] = depth + 1
             if not issubclass(kind, _CONTAINERS):
                 for attribute, value in _read_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from memprof.watch import liveness
@@ -108,9 +109,23 @@ def _iterate_named_tensors(name: HolderName, value: Any, depth: int) -> Iterator
             if issubclass(type(key), (str, int)):
                 item = dataclasses.replace(name, text=f"{name.text}[{key!r}]")
                 yield from _iterate_named_tensors(item, part, depth - 1)
-    elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
-        for attribute, part in read_instance_attributes(value).items():
+        return
+    if issubclass(kind, nn.Module):
+        yield from _iterate_buffers(name, value)
+    if not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
+        attributes = read_instance_attributes(value)
+        if issubclass(kind, nn.Module):
+            attributes.pop("_buffers", None)
+        for attribute, part in attributes.items():
             yield from _iterate_named_tensors(HolderName(f"{kind.__name__}.{attribute}", None, kind), part, depth - 1)
+
+
+def _iterate_buffers(name: HolderName, module: nn.Module) -> Iterator[tuple[HolderName, torch.Tensor]]:
+    """Yield (name, buffer) of `module`, called `name`, as an attribute, and of its parts by their paths."""
+    for path, part in module.named_modules():
+        kind = type(part)
+        for attribute, buffer in part.named_buffers(recurse=False):
+            yield HolderName(f"{f'{name.text}.{path}' if path else kind.__name__}.{attribute}", None, kind), buffer
 
 
 def _is_loader(value: Any) -> bool:

@@ -356,6 +356,37 @@ def test_bytes_of_views(part: Callable[[torch.Tensor], object], num_bytes: int) 
     assert found.held_bytes == num_bytes * len(found.storages)
 
 
+class RunningMean(nn.Linear):
+    def __init__(self, num_features: int = 64) -> None:
+        super().__init__(num_features, num_features)
+        self.register_buffer("mean", torch.zeros(num_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.mean(0)  # kept
+        return y
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(4):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (RunningMean, "RunningMean.mean"),
+        # Four levels down, and one for each of two layers.
+        (lambda: nn.Sequential(nn.Sequential(nn.Sequential(RunningMean(), RunningMean()))), "model.0.0.0.mean"),
+    ],
+)
+def test_a_buffer_is_named_by_its_path(make: Callable[[], nn.Module], name: str) -> None:
+    holder = only(run(lambda: train(make().cuda())))
+    assert (holder.kind, holder.name, holder.node_steps) == ("", name, 2)
+    assert holder.source is not None and holder.source.startswith(line_of(RunningMean))
+
+
 def test_graphs_are_counted() -> None:
     summed, listed = only(run(in_a_sum)), only(run(in_a_list))
     # Of each step the loss, log-softmax, the linear layer and its transposed weight; the nodes of the two parameters
