@@ -221,13 +221,17 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         else:
             needs = compute_memory_needs(trace, run.gpu, config, run.release)
         required, fits = needs.required_reserved_bytes, None if run.gpu is None else needs.fits
+        releases_cache = needs.releases_cache
     else:
+        releases_cache = False
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None
     if not _is_enough(context, required, fits):
         return None
     before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or fix}: needs {sizes_text}"
+    if releases_cache:
+        text += ", of which what is cached and free is given back when the GPU is full"
     if trace.ended_out_of_memory:
         text += " up to this point, and " + ("gets past it" if fits else "still fails here")
     elif not run.fits:

@@ -50,8 +50,8 @@ def _render_workspaces(document: Report) -> list[RenderableType]:
     if workspaces.max_peak_bytes - workspaces.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total_bytes:
         return [*refused_notes]
     min_peak, max_peak = format_bytes(workspaces.min_peak_bytes), format_bytes(workspaces.max_peak_bytes)
-    estimate = f"cuDNN's workspaces for convolutions are estimated: {format_bytes(workspaces.num_bytes)} at the peak,"
-    return [dim(f"{estimate} which is {min_peak} without any and {max_peak} with the largest."), *refused_notes]
+    range_text = f"What cuDNN takes for convolutions is an estimate: the peak is between {min_peak} and {max_peak}."
+    return [dim(range_text), *refused_notes]
 
 
 def render_tensors(document: Report) -> RenderableType:

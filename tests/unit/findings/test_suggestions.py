@@ -288,6 +288,18 @@ def test_what_saves_enough_and_does_not_fit_says_so(alone: None) -> None:
     assert found.fits is None
 
 
+def test_a_run_that_reserves_more_than_there_is_says_why_it_fits(alone: None) -> None:
+    shrink(1, 1, 400 * MIB)
+    b = TraceBuilder()
+    b.free(b.alloc(300 * MIB))
+    b.alloc(600 * MIB)
+    (found,) = suggest(b.context(500 * MIB))
+    assert found.text == (
+        "number 1: needs 700.00 MiB instead of 900.00 MiB, of which what is cached and free is given back when the GPU "
+        "is full, and fits"
+    )
+
+
 def test_the_estimate_takes_the_share_of_segments_that_the_run_has(alone: None) -> None:
     """400 MiB of segments are free at the peak of 600: what takes 60 MiB less is taken to need 100 less."""
     b = TraceBuilder()
