@@ -43,7 +43,6 @@ def find(context: Context) -> list[Finding]:
     source = None if call is None else trace.source_at(call.source)
     line = file_and_line(source)
     name = "" if call is None else f" of {trace.modules[call.module].class_name}, which {line} calls,"
-    is_for_nothing = call is not None and _leads_to_none(context, call)
     run, changed = context.ledger.run, free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_memory_needs(changed, run.gpu, run.config, run.release)
     decides = is_decisive(context, needs)
@@ -53,15 +52,18 @@ def find(context: Context) -> list[Finding]:
         f"{format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
         f"{f'; then {describe_cure(context)}' * decides}"
     )
-    freeze = f"requires_grad_(False) on {_name_parameters(context, gradients)}"
-    fix = f"call it under torch.no_grad() at {line}, or {freeze}" if is_for_nothing else freeze
+    fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
+    if call is not None and source is not None and _leads_to_none(context, call):
+        fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
+    else:
+        fix = f"{fix}, where the model is built"
+    fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
     lines = (
-        Evidence(f"fix: {fix}; or give these parameters to the optimizer if they are to be trained", source=source),
+        Evidence(fix, source=None if edit is None else source),
         Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
         *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:_MOST_SHOWN],
         *tensors_evidence(context, saved, lifetimes.find_max_live(saved).event, lambda index: "saved")[:_MOST_SHOWN],
     )
-    edit = Edit(EditKind.NO_GRADIENTS, source) if is_for_nothing and source is not None else None
     return [
         Finding("untrained-gradients", Severity.WARNING, title, num_bytes, lines, (), is_decisive=decides, edit=edit)
     ]

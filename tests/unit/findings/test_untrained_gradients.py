@@ -68,7 +68,8 @@ def test_a_call_that_leads_to_a_trained_parameter_is_no_call_for_no_grad() -> No
     b = program(saved_bytes=256 * MIB)
     b.trace.untrained_spans = [span._replace(end=span.end - 1) for span in b.trace.untrained_spans]
     finding = only(find(b.context()))
-    assert finding.evidence[0].text.startswith("fix: requires_grad_(False) on `head`;") and finding.edit is None
+    assert finding.evidence[0].text.startswith("fix: requires_grad_(False) on `head`, where the model is built;")
+    assert finding.edit is None and finding.evidence[0].source is None
 
 
 @pytest.mark.parametrize(("num_bytes", "told"), [(62 * MIB, []), (64 * MIB, [64 * MIB]), (66 * MIB, [66 * MIB])])
