@@ -42,13 +42,13 @@ def find(context: Context) -> list[Finding]:
     call = _find_call(context, [*saved, *gradients])
     source = None if call is None else trace.source_at(call.source)
     line = file_and_line(source)
-    name = "" if call is None else f" of {trace.modules[call.module].class_name}, which {line} calls,"
+    name = "" if call is None else f" of {trace.modules[call.module].class_name}, called at {line},"
     run, changed = context.ledger.run, free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_memory_needs(changed, run.gpu, run.config, run.release)
     decides = is_decisive(context, needs)
     title = (
-        f"No optimizer has {plural(len(max_live.storages), 'parameter')}{name} whose gradients take "
-        f"{format_bytes(max_live.num_bytes)}: without these, and what autograd saves for them alone, the peak is "
+        f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that no optimizer updates: "
+        f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone, the peak is "
         f"{format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
         f"{f'; then {describe_cure(context)}' * decides}"
     )

@@ -53,7 +53,10 @@ def only(findings: list[Finding]) -> Finding:
 def test_what_is_freed_and_what_to_change() -> None:
     finding = only(find(program(saved_bytes=256 * MIB).context()))
     assert finding.num_bytes == 384 * MIB
-    assert "1 parameter of Target, which train.py:5 calls," in finding.title and "128.00 MiB" in finding.title
+    assert (
+        "1 parameter of Target, called at train.py:5, that no optimizer updates" in finding.title
+        and "128.00 MiB" in finding.title
+    )
     assert "384.00 MiB (33% of it) lower" in finding.title
     fix, effect, gradient, saved = finding.evidence
     assert "torch.no_grad() at train.py:5, or requires_grad_(False) on `head`;" in fix.text
