@@ -231,7 +231,7 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
     sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or fix}: needs {sizes_text}"
     if releases_cache:
-        text += ", of which what is cached and free is given back when the GPU is full"
+        text += ", of which cached segments are released when the GPU is full"
     if trace.ended_out_of_memory:
         text += " up to this point, and " + ("gets past it" if fits else "still fails here")
     elif not run.fits:

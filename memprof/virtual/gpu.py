@@ -23,7 +23,6 @@ from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refus
 from memprof.watch.kept_memory import KeptMemoryWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import is_display_statement
-from memprof.watch.untrained import UntrainedDetector
 from memprof.watch.updates import UpdateDetector
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import get_quantized_parts
@@ -61,7 +60,7 @@ class VirtualGpu(Watch):
         self._unknown_read: tuple[int, str] | None = None
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._is_display_line: dict[int, bool] = {}
-        self._kept_memory = KeptMemoryWatch(self.recorder)
+        self._kept_memory = KeptMemoryWatch(self.recorder, self.phases)
         self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
         self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
@@ -84,7 +83,7 @@ class VirtualGpu(Watch):
         self._updates.on_step = lambda: self._kept_memory.growth.record_phase_begin(
             PhaseKind.OPTIMIZER_STEP, in_step=True
         )
-        untrained = UntrainedDetector(self.recorder, self.phases)
+        untrained = self._kept_memory.untrained
         self.on_backward_begin, self.on_backward_end = untrained.record_backward_begin, untrained.record_backward_end
         self.recorder.storages.on_free = self._context.values.store.drop
         self.modules.on_outermost_return = self._outermost_return

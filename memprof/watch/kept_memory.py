@@ -1,4 +1,5 @@
-"""Watch over the memory that a program keeps: what accumulates, what is no longer used, what caught errors hold."""
+"""Watch over the memory that a program keeps: what accumulates, what is no longer used, what caught errors hold, and
+gradients that no optimizer has."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from memprof.trace.events import PhaseKind
 from memprof.watch.caught_errors import CaughtErrorWatch
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.idle import IdleWatch
+from memprof.watch.phases import Phases
 from memprof.watch.recorder import Recorder
+from memprof.watch.untrained import UntrainedDetector
 
 
 class KeptMemoryWatch:
-    """The three searches for what a program keeps, each at the moments at which its objects can show it."""
+    """The searches for what a program keeps, each at the moments at which its objects can show it."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, phases: Phases) -> None:
         self.growth = GrowthWatch(recorder)
         self._idle = IdleWatch(recorder, self.growth.search)
         self.caught_errors = CaughtErrorWatch(recorder, self.growth.search)
+        self.untrained = UntrainedDetector(recorder, phases)
 
     def record_phase_begin(self, kind: PhaseKind, *, in_step: bool) -> None:
         """Record that a phase of `kind` begins; `in_step`: whether it is in the closure of an optimizer's step."""

@@ -295,8 +295,8 @@ def test_a_run_that_reserves_more_than_there_is_says_why_it_fits(alone: None) ->
     b.alloc(600 * MIB)
     (found,) = suggest(b.context(500 * MIB))
     assert found.text == (
-        "number 1: needs 700.00 MiB instead of 900.00 MiB, of which what is cached and free is given back when the GPU "
-        "is full, and fits"
+        "number 1: needs 700.00 MiB instead of 900.00 MiB, of which cached segments are released when the GPU is full, "
+        "and fits"
     )
 
 
