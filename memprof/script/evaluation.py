@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from memprof.script import program
 from memprof.watch.program_code import is_own_file
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
@@ -24,7 +25,7 @@ def has_evaluation(frame: FrameType | None) -> bool:
     in modules of its own, which lie in the folder of its main file or below."""
     files = set()
     main_file = None
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
         if is_own_file(frame.f_code.co_filename):
             main_file = frame.f_code.co_filename  # that of the outermost frame, at the end
             files.add(main_file)
