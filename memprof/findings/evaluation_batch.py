@@ -20,7 +20,10 @@ def find(context: Context) -> list[Finding]:
     ledger, trace, lifetimes = context.ledger, context.ledger.trace, context.lifetimes
     begins = [time for time, _ in context.phases]
     moment = bisect.bisect_right(begins, ledger.peak_event) - 1
-    if context.spec is not None or moment < 0 or context.phases[moment][1].kind is not PhaseKind.EVALUATION:
+    trains = any(phase.kind is PhaseKind.OPTIMIZER_STEP for _, phase in context.phases)
+    if context.spec is not None or not trains or moment < 0:
+        return []
+    if context.phases[moment][1].kind is not PhaseKind.EVALUATION:
         return []
     inputs = [
         index for index, owner in trace.owners.items() if owner.role is Role.INPUT and trace.storages[index].shape

@@ -59,7 +59,7 @@ ORDERS: dict[str, Any] = {
     "channels last": lambda dims: [0, *range(2, dims), 1],
     "batch before channels": lambda dims: [*range(2, dims), 0, 1],
 }
-ONE = (None, 0, 1, -1)  # Dimensions of which one element is left.
+ONE = (None, 0)  # Dimensions of which one element is left.
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -115,13 +115,13 @@ def tensors(sample: Any) -> list[torch.Tensor]:
 
 @pytest.mark.nightly
 def test_strides() -> None:
-    """Of all operators."""
+    """Of one operator in four."""
     pytest.importorskip("expecttest", reason="torch's operator database needs expecttest")
+    operators = sweep.operators()[::4]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: dict[str, list[str]] = defaultdict(list)
-        for op in sweep.operators():  # of which several have one name
+        for op in operators:  # of which several have one name
             found[op.name] += differences(op)
     unexplained = [line for name, lines in found.items() if name not in EXCEPTIONS for line in lines[:2]]
     assert not unexplained, "\n".join(unexplained)
-    assert sorted(name for name in EXCEPTIONS if not found.get(name)) == [], "these agree now"

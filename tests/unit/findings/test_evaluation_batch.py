@@ -15,7 +15,9 @@ ROW = MIB // 4  # float32 values, so that a row is one MiB
 LINE = "x/train.py:9 main"
 
 
-def evaluated(rows: int, *, columns: int = ROW, in_training: int = 20, role: Role = Role.INPUT) -> TraceBuilder:
+def evaluated(
+    rows: int, *, trains: bool = True, columns: int = ROW, in_training: int = 20, role: Role = Role.INPUT
+) -> TraceBuilder:
     """Three steps of 20 MiB of inputs and twice that in the forward, and an evaluation of so many rows."""
     b = TraceBuilder()
     b.parameter("weight", 20 * ROW)
@@ -25,6 +27,7 @@ def evaluated(rows: int, *, columns: int = ROW, in_training: int = 20, role: Rol
         hidden = b.alloc(2 * in_training * MIB)
         b.phase(PhaseKind.BACKWARD, step)
         b.free(batch, hidden)
+        b.phase(PhaseKind.OPTIMIZER_STEP if trains else PhaseKind.OTHER, step)
     b.phase(PhaseKind.OTHER)
     b.new(rows, columns, op="aten._to_copy", line=LINE, owner=(role, ""))
     b.phase(PhaseKind.EVALUATION)
@@ -55,6 +58,10 @@ def test_where_the_run_fits_it_is_a_note() -> None:
 @pytest.mark.parametrize(("rows", "is_told"), [(119, False), (120, True), (121, True)])
 def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None:
     assert (found(evaluated(rows, in_training=80)) is not None) is is_told
+
+
+def test_gradients_of_inputs_alone_are_no_training() -> None:
+    assert found(evaluated(120, trains=False)) is None
 
 
 @pytest.mark.parametrize("change", [{"columns": ROW // 2}, {"role": Role.BUFFER}])
