@@ -1,4 +1,4 @@
-"""Whether a program's code has an evaluation, which a run that is stopped after some training steps may not reach."""
+"""Search for an evaluation in a program's code, which a run that is stopped after some training steps may not reach."""
 
 from __future__ import annotations
 

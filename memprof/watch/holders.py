@@ -279,10 +279,10 @@ class HolderSearch:
             return None
         return next((line for line in lines if line in made_at), lines[-1] if lines else fallback)
 
-    def _sum_held_bytes(self, held: list[torch.Tensor]) -> int:
-        """Return the bytes of `held`, of all tensors of a storage no more than the storage has."""
+    def _sum_held_bytes(self, tensors: list[torch.Tensor]) -> int:
+        """Return the bytes of `tensors`, of all those of one storage no more than the storage has."""
         storages, num_bytes = self._recorder.trace.storages, Counter[int]()
-        for tensor in held:
+        for tensor in tensors:
             num_bytes[self._recorder.storages.get_index(tensor)] += tensor.numel() * tensor.element_size()
         return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
 

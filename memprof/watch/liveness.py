@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+from itertools import islice
 from types import CodeType
 
 # Instructions with a variable; Python 3.13 and later have some with two, in a tuple.
@@ -24,8 +25,8 @@ def may_read(code: CodeType, offset: int, variable: str) -> bool:
     # Position of a loop's first instruction -> of its last.
     loops = {target: position for position, target in enumerate(jumps) if target is not None and target <= position}
     # Each path has reached the instruction at a position, and has begun anew some of the loops around it.
-    start = next(position for position, instruction in enumerate(instructions) if instruction.offset > offset)
-    pending = [(start, frozenset[int]())]
+    starts = (position for position, instruction in enumerate(instructions) if instruction.offset > offset)
+    pending = [(start, frozenset[int]()) for start in islice(starts, 1)]  # none: the function is about to return
     seen = set(pending)
     while pending:
         position, repeated = pending.pop()

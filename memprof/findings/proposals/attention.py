@@ -27,9 +27,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     if all(_is_of_torch_module(trace, trace.storages[index]) for index in scores):
         how = f"need_weights=False in the call of nn.MultiheadAttention at {file_and_line(line)}, if the weights that"
         yield Proposal(changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention")
-    elif line is not None and "/transformers/" not in line.replace(
-        "\\", "/"
-    ):  # the fix switches models of transformers
+    elif line is not None and "/transformers/" not in line.replace("\\", "/"):
+        # The fix switches models of transformers alone.
         yield Proposal(changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}")
     else:
         yield Proposal(changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from types import FrameType
 from typing import Any
@@ -82,3 +83,9 @@ def look(source: str, in_a_function: bool) -> bool:
         source = "def function():\n    " + source.replace("\n", "\n    ") + "\nfunction()"
     exec(source, {"here": here, "print": lambda value: None})
     return answers[0]
+
+
+def test_nothing_is_read_after_the_last_instruction() -> None:
+    code = compile("x = 1\nx", "a.py", "exec")
+    last = [instruction.offset for instruction in dis.get_instructions(code)][-1]
+    assert not may_read(code, last, "x")
