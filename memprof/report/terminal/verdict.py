@@ -157,7 +157,7 @@ def _render_fit(document: Report, need: str, spare: int) -> Text:
     """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None and document.program is not None and document.program.misses_evaluation:
-        rest = f"{format_bytes(spare)} to spare, before the evaluation that its code has."
+        rest = f"{format_bytes(spare)} to spare; the evaluation in its code was not reached."
         return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
