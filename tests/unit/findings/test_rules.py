@@ -695,6 +695,7 @@ class TestOptimizer:
         b = self.stepped("bfloat16", "bfloat16")
         roots = [b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)]
         b.free(*roots)
+        b.new(2048, 512, dtype="bfloat16", op="aten._foreach_mul")  # after the peak
         (finding,) = of(b.context(), "optimizer-step-temporaries")
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
         assert list_fix_names(finding.suggestions) == finding.fixes

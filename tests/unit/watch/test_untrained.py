@@ -206,3 +206,17 @@ def test_gradients_before_there_is_an_optimizer() -> None:
         for _ in range(2):
             model(batch()).mean().backward()
     assert not gpu.trace.untrained_gradients
+
+
+@pytest.mark.parametrize(("rows", "is_recorded"), [(512, True), (511, False)])
+def test_tensors_of_a_mib_are_recorded(rows: int, is_recorded: bool) -> None:
+    """Each row of 512 float32 values is 2 KiB."""
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        first = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
+        second = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(first.parameters())
+        for _ in range(2):
+            x = torch.randn(rows, 512, device="cuda")
+            mse_loss(first(x), second(x)).backward()
+            optimizer.step()
+    assert any(span.storages for span in gpu.trace.untrained_spans) is is_recorded
