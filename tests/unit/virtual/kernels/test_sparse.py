@@ -197,7 +197,8 @@ def on_a_named_device(count: int, device: str) -> object:
     made = coo(count, device=device)
     with torch.device(device):
         listed = torch.sparse_csr_tensor([0, 1, 2], [0, 1], torch.randn(2))
-    return made, coo(count, device="cpu"), listed, compressed(count, torch.sparse_csr, device=device)
+    # Its size is given: else it is as wide as the largest column that was drawn.
+    return made, coo(count, device="cpu"), listed, compressed(count, torch.sparse_csr, size=(256, 256), device=device)
 
 
 @program
