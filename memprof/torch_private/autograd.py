@@ -1,4 +1,4 @@
-"""Private names of autograd: its engine, its profiler, and the transformations of torch.func."""
+"""Private names of autograd: its engine, its profiler, the transformations of torch.func; and of an optimizer."""
 
 from __future__ import annotations
 
@@ -23,3 +23,5 @@ ProfilerState: Any = bind("torch._C:_profiler.ProfilerState")
 engine_run_backward = PrivateName("torch.autograd:_engine_run_backward")
 engine_run_backward_of_graph = PrivateName("torch.autograd.graph:_engine_run_backward")
 push_saved_tensors_default_hooks = PrivateName("torch._C:_autograd._push_saved_tensors_default_hooks")
+
+strong_wolfe = PrivateName("torch.optim.lbfgs:_strong_wolfe", fallback="a line search of LBFGS evaluates up to 25 times")

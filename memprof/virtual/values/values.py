@@ -26,6 +26,7 @@ class Values:
         self.evaluator = Evaluator(self.store, assume)
         self.policy = UnknownValuePolicy(self.store, assume)
         self._triangles = _TriangleCache(self.store)
+        self.inner_products_are_one = False  # whether an unknown `dot` is 1 (integrations/lbfgs.py)
 
     def propagate(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Record the values of `outputs`, new tensors that `func` returned, if they can be computed or assumed."""
@@ -36,6 +37,9 @@ class Values:
         store = self.store
         if func.overloadpacket in unknown_values.UNIFORM_FILLS:
             _record_fill(store, func, args, kwargs, outputs)
+            return
+        if self.inner_products_are_one and func.overloadpacket is _aten.dot:
+            store.set_uniform(outputs[0], 1)
             return
         if outputs and args and not is_integer(outputs[-1]) and not store.can_read(args[0]):
             return  # most operators: floats that derive from unknown values
