@@ -24,4 +24,4 @@ engine_run_backward = PrivateName("torch.autograd:_engine_run_backward")
 engine_run_backward_of_graph = PrivateName("torch.autograd.graph:_engine_run_backward")
 push_saved_tensors_default_hooks = PrivateName("torch._C:_autograd._push_saved_tensors_default_hooks")
 
-strong_wolfe = PrivateName("torch.optim.lbfgs:_strong_wolfe", fallback="a line search of LBFGS evaluates up to 25 times")
+strong_wolfe = PrivateName("torch.optim.lbfgs:_strong_wolfe", fallback="LBFGS evaluates 25 times a line search")

@@ -2,8 +2,8 @@
 
 With unknown values its step would end after one iteration, and would record no pair of directions (values/policy.py).
 Here a step makes all of its `max_iter` iterations, and each is recorded, as in a run that has not converged: this takes
-the most memory, up to `2 * history_size` vectors of all parameters. A line search ends after two evaluations, which is what
-it mostly takes, and leaves more iterations to a step: `max_eval` limits the evaluations of all.
+the most memory, up to `2 * history_size` vectors of all parameters. A line search ends after two evaluations, which is
+what it mostly takes, and leaves more iterations to a step: `max_eval` limits the evaluations of all.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def train(device: str, **options: object) -> list[tuple[int, int, int]]:
     return found
 
 
-# 20 iterations a step, all but the first of the run with a pair; at most 25 evaluations, of which a line search takes two.
+# 20 iterations a step, all but the run's first with a pair; at most 25 evaluations, of which a line search takes two.
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
