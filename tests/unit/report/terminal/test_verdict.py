@@ -44,7 +44,8 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
 def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool) -> None:
     program = ProgramFacts(("a.py",), "steps", None, 3, (), misses_evaluation=misses)
     text = said(dataclasses.replace(document, program=program), 8 * GIB, None)
-    assert text.startswith("Fits so far: " if misses else "Fits: ") and ("the evaluation in its code was not reached" in text) == misses
+    assert text.startswith("Fits so far: " if misses else "Fits: ")
+    assert ("the evaluation in its code was not reached" in text) == misses
 
 
 def test_what_the_gpu_must_have_includes_the_context() -> None:
