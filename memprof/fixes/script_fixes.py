@@ -1,7 +1,8 @@
 """Fixes that `memprof run --fix` switches on in an unchanged script.
 
 The fixes are applied to each model at its first forward with gradients. By then an optimizer has the model's
-parameters, so only fixes that do not replace parameters can be applied.
+parameters, so only fixes that do not replace parameters can be applied. Where there is no optimizer, a program that
+only computes is given those that are not for training alone at its first forward without gradients.
 """
 
 from __future__ import annotations
@@ -37,19 +38,30 @@ class ScriptFixes:
         self.alloc_conf = ",".join(chosen_fix.fix.alloc_conf for chosen_fix in self._fixes if chosen_fix.fix.alloc_conf)
         self._model_fixes = [chosen_fix for chosen_fix in self._fixes if not chosen_fix.fix.alloc_conf]
         self._seen_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._inference_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.changes: list[str] = []  # descriptions of the changes
 
     def before_forward(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Apply the fixes to `model`, unless done already or gradients are off; `optimizers` are all of the script's.
+        """Apply the fixes to `model`, unless done already; `optimizers` are all of the script's. Without gradients only
+        where there are no optimizers, and not those for training alone.
         Raises UsageError if a fix does not apply to `model`."""
-        if not self._model_fixes or model in self._seen_models or not torch.is_grad_enabled():
+        fixes = self._model_fixes
+        if not fixes or model in self._seen_models:
             return
-        self._seen_models.add(model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return
-        names = [chosen_fix.fix.name for chosen_fix in self._model_fixes]
-        options = make_apply_options(self._model_fixes)
-        for fix in (chosen_fix.fix for chosen_fix in self._model_fixes):
+        if not torch.is_grad_enabled():
+            fixes = [chosen_fix for chosen_fix in fixes if not chosen_fix.fix.training_only]
+            if not fixes or model in self._inference_models or any(True for _ in optimizers):
+                return
+            self._inference_models.add(model)
+        else:
+            self._seen_models.add(model)
+            if model in self._inference_models:
+                fixes = [chosen_fix for chosen_fix in fixes if chosen_fix.fix.training_only]
+            if not fixes or not any(parameter.requires_grad for parameter in model.parameters()):
+                return
+        names = [chosen_fix.fix.name for chosen_fix in fixes]
+        options = make_apply_options(fixes)
+        for fix in (chosen_fix.fix for chosen_fix in fixes):
             if "optimizer" in fix.options:
                 options["optimizer"] = _find_optimizer(model, optimizers, fix)
         # The model below the wrapper of DistributedDataParallel.

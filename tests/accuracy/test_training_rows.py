@@ -144,7 +144,7 @@ def _simulate(run: Recipe | Bench, name: str) -> Simulated:
 
 
 # Of rows that differ in one setting, one is in every run.
-BY_DAY = "lora", "+ packed"
+BY_DAY = ("+ packed",)
 
 
 def _in_its_lane(row: Row, *others: object) -> object:
@@ -162,7 +162,8 @@ def test_published_peak(row: Row, shared_dir: Path) -> None:
 # -- closer than the bar ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", by_day([128, 512], 128))
+@pytest.mark.nightly
+@pytest.mark.parametrize("length", [128, 512])
 def test_baseline_does_not_depend_on_the_length(length: int, shared_dir: Path) -> None:
     """Its batches are unpacked, and how long the texts were is not published. It decides nothing: the peak is the end
     of the backward, where the tied embedding's two gradients and their sum are live beside all others."""

@@ -135,6 +135,7 @@ def test_ctrl_c_that_the_command_does_not_handle(terminal, script):
     assert "KeyboardInterrupt" in shown.screen.text
 
 
+@pytest.mark.nightly
 def test_a_command_that_ignores_ctrl_c(terminal, script):
     code = """
 import signal, time
@@ -160,6 +161,7 @@ def test_a_command_that_asks(terminal, script):
     assert "hello ada" in shown.screen.text
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_ctrl_z_stops_and_fg_goes_on(script):
     """Below a shell with job control, which is what gives a terminal away and takes it back."""
@@ -185,6 +187,7 @@ def test_ctrl_z_stops_and_fg_goes_on(script):
         shown.end()
 
 
+@pytest.mark.nightly
 def test_a_terminal_that_closes(script, tmp_path):
     """The command hears of it as it would alone; memprof goes on for as long as it does, and logs."""
     log = tmp_path / "log.csv"
@@ -205,6 +208,7 @@ def test_a_terminal_that_closes(script, tmp_path):
     assert len(log.read_text().splitlines()) > before + 2
 
 
+@pytest.mark.nightly
 def test_a_window_that_changes(terminal, script):
     shown = terminal("--interval", 0.1, "--", sys.executable, script("import time; time.sleep(1)"), rows=40)
     shown.wait_for("resident")

@@ -160,6 +160,7 @@ def test_no_process_is_left_behind(how, tmp_path):
     assert not processes(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_time_limit_ends_all():
     started = time.monotonic()
     done = python("-m", "memprof", "run", "--ranks", "all", "--timeout", "4", *LAUNCHED, "sleeps", seconds=SECONDS)

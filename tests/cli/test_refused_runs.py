@@ -122,6 +122,7 @@ def test_no_process_of_multiprocessing_trains_for_real(tmp_path, method):
     assert "\ncpu" not in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_program_does_not_wait_for_what_a_refused_child_never_sends(tmp_path):
     text = """

@@ -11,6 +11,7 @@ from docs import schemas
 from memprof.cli.main import COMMANDS
 from memprof.report.documents.report import Report
 from tests.golden.commands import KEPT
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 from tests.schemas import checked, validator
 
@@ -45,7 +46,7 @@ def test_golden_answers(name):
     checked({"memprof_version": "", **document})  # without which they are kept
 
 
-@pytest.mark.parametrize("arguments", BESIDE_THE_TESTS_OF_COMMANDS)
+@pytest.mark.parametrize("arguments", by_day(BESIDE_THE_TESTS_OF_COMMANDS, *BESIDE_THE_TESTS_OF_COMMANDS[:8]))
 def test_answers(arguments, tmp_path):
     words = [str(ROOT / word) if word.startswith("docs/") else word for word in arguments.split()]
     done = python("-m", "memprof", *words, "--json", folder=tmp_path)

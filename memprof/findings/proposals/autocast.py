@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from memprof.findings.evidence import param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
-from memprof.ledger.what_if import resize
-from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Trace
+from memprof.ledger.what_if import edit_events, resize
+from memprof.trace.events import NONE, Event, EventKind, ModuleRole, PhaseKind, Trace
 
 # What the operators are called that autocast runs in half precision, and those that it runs in float32; all others
 # have the dtype of their inputs (PyTorch's documentation of torch.amp, "CUDA Ops").
@@ -24,7 +25,7 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model in float32; its saving is a lower bound."""
     trace = context.ledger.trace
-    halved = _find_halved(trace)
+    halved, copied = _find_halved(trace)
     if halved:
         halved += trace.optional_storages()  # workspaces of convolutions
         sizes = {index: trace.storages[index].num_bytes // 2 for index in halved}
@@ -34,18 +35,31 @@ def propose(context: Context) -> Iterator[Proposal]:
             storage = trace.storages[index]
             if len(storage.shape) > 1 and name not in tables:
                 sizes[index] = storage.num_bytes * 3 // 2
-        yield Proposal(resize(trace, sizes))
+        yield Proposal(_add_copies(resize(trace, sizes), copied))
 
 
-def _find_halved(trace: Trace) -> list[int]:
-    """Return the float32 storages of forward and backward passes that are in half precision under autocast.
+def _add_copies(trace: Trace, times: Sequence[int]) -> Trace:
+    """Return `trace` with a float32 copy of the input of each operator whose result is allocated at one of `times`."""
+    storages, inserted = list(trace.storages), dict[int, tuple[Event, ...]]()
+    for time in times:
+        copy = len(storages)
+        storages.append(storages[trace.events[time].ref])
+        inserted[time] = (*inserted.get(time, ()), Event(EventKind.ALLOC, copy))
+        inserted[time + 1] = (Event(EventKind.FREE, copy),)
+    return edit_events(dataclasses.replace(trace, storages=storages), inserted, ())
+
+
+def _find_halved(trace: Trace) -> tuple[list[int], list[int]]:
+    """Return the float32 storages of forward and backward passes that are in half precision under autocast, and the
+    events at which operators that autocast runs in float32 allocate a result, after a copy of such an input.
 
     The inputs of an operator are not recorded: those with as many elements as its result are taken for them, and the
     result is in half precision only if all of these that are live are. So are gradients, which have their dtype.
     """
     halved: dict[int, bool] = {}
+    copied: list[int] = []
     live = {True: Counter[int](), False: Counter[int]()}  # whether halved -> number of elements -> live storages
-    for kind, index in trace.events:
+    for time, (kind, index) in enumerate(trace.events):
         storage = trace.storages[index] if kind in (EventKind.ALLOC, EventKind.FREE) else None
         if storage is None or storage.dtype != "float32" or storage.device != trace.device or index in trace.owners:
             continue
@@ -55,7 +69,10 @@ def _find_halved(trace: Trace) -> list[int]:
             continue
         op, phase = trace.op(storage), trace.phases[storage.phase].kind
         if phase in _PHASES and storage.module != NONE and not storage.hidden:
-            follows = not _FLOAT32.search(op) and live[True][size] > 0 and not live[False][size]
-            halved[index] = follows or (phase is PhaseKind.FORWARD and bool(_HALF.match(op)))
+            is_input_halved, is_float32 = live[True][size] > 0 and not live[False][size], bool(_FLOAT32.search(op))
+            is_forward = phase is PhaseKind.FORWARD
+            halved[index] = (is_input_halved and not is_float32) or (is_forward and bool(_HALF.match(op)))
+            if is_input_halved and is_float32 and is_forward:
+                copied.append(time)
         live[halved.get(index, False)][size] += 1
-    return [index for index, is_halved in halved.items() if is_halved]
+    return [index for index, is_halved in halved.items() if is_halved], copied

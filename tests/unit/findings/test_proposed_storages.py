@@ -18,6 +18,7 @@ from memprof.findings.proposals import (
     pairs,
     vmap,
 )
+from memprof.ledger.what_if import compute_allocated_peak
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
@@ -351,6 +352,16 @@ def test_a_chunk_has_a_copy_in_float32_and_one_in_the_precision_of_the_head(
         assert changed.trace.storages[index].num_bytes == b.trace.storages[index].num_bytes * share
 
 
+@pytest.mark.parametrize(("op", "peak"), [("native_group_norm", 4 + 8 + 8), ("gelu", 4 + 4)])
+def test_an_operator_in_float32_copies_a_halved_input(op: str, peak: int) -> None:
+    """8 MiB tensors: the product in half, and then a copy of it and a result in float32, or a result in half."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.enter("net")
+    b.new(2 * MIB, op="aten.convolution")
+    b.new(2 * MIB, op=f"aten.{op}")
+    assert compute_allocated_peak(only(autocast.propose(b.context())).trace) == peak * MIB
+
+
 # -- what autocast and checkpointing leave ----------------------------------------------------------------------------
 
 
@@ -367,12 +378,13 @@ def test_what_autocast_runs_in_half_precision_and_what_in_float32(op: str) -> No
     b = TraceBuilder(PhaseKind.FORWARD)
     b.enter("net")
     product, index = b.new(64, 32), b.new(64, 32, op=f"aten.{op}")
-    halved = autocast._find_halved(b.trace)
+    halved, copied = autocast._find_halved(b.trace)
     assert halved == [product, *[index] * (op not in FLOAT32)]
+    assert [b.trace.events[time].ref for time in copied] == [index] * (op in FLOAT32)
     b = TraceBuilder(PhaseKind.FORWARD)
     b.enter("net")
     alone = b.new(64, 32, op=f"aten.{op}")
-    assert autocast._find_halved(b.trace) == [alone] * (op in HALF)
+    assert autocast._find_halved(b.trace)[0] == [alone] * (op in HALF)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +406,7 @@ def test_products_in_the_forward_of_a_module_are_halved(change: dict[str, object
     b.phase(settings.pop("phase"))  # type: ignore[arg-type]
     b.enter("net")
     index = b.new(64, 32, **settings)  # type: ignore[arg-type]
-    assert autocast._find_halved(b.trace) == [index] * is_halved
+    assert autocast._find_halved(b.trace)[0] == [index] * is_halved
 
 
 @pytest.mark.parametrize(
@@ -410,7 +422,7 @@ def test_results_follow_from_halved_tensors_that_are_live(
     b.phase(phase)
     b.free(*frees)
     index = b.new(32, 64, op="aten.mul")
-    assert autocast._find_halved(b.trace) == [product, *[index] * is_halved]
+    assert autocast._find_halved(b.trace)[0] == [product, *[index] * is_halved]
 
 
 def test_results_follow_from_halved_tensors_once_those_in_float32_are_freed() -> None:
@@ -420,7 +432,7 @@ def test_results_follow_from_halved_tensors_once_those_in_float32_are_freed() ->
     b.new(64, 32)
     for number in range(3):
         index = b.new(64, 32, op="aten.mul")
-        assert (index in autocast._find_halved(b.trace)) == (number == 2)
+        assert (index in autocast._find_halved(b.trace)[0]) == (number == 2)
         b.free(index, *full[number : number + 1])
 
 

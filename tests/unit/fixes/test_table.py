@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import memprof
@@ -186,6 +187,27 @@ def test_it_changes_models_wherever_fixes_do(toy):
     other, switch = nn.Linear(2, 2), ScriptFixes(["toy"])
     switch.before_forward(other, [])
     assert other.told == "yes" and switch.changes == ["toy: told yes"]
+
+
+def test_without_gradients_it_changes_models_that_no_optimizer_has(toy):
+    model, switch = nn.Linear(2, 2), ScriptFixes(["toy"])
+    with torch.no_grad():
+        switch.before_forward(model, [torch.optim.SGD(model.parameters())])
+        assert not switch.changes  # it is trained, and this is an evaluation before
+        switch.before_forward(model, [])
+    assert switch.changes == ["toy: told yes"]
+    switch.before_forward(model, [])
+    assert len(switch.changes) == 1
+
+
+def test_one_for_training_alone_changes_no_inference(toy, monkeypatch):
+    monkeypatch.setitem(FIXES, "toy", dataclasses.replace(toy, training_only=True))
+    model, switch = nn.Linear(2, 2), ScriptFixes(["toy"])
+    with torch.no_grad():
+        switch.before_forward(model, [])
+    assert not switch.changes
+    switch.before_forward(model, [])
+    assert switch.changes == ["toy: told yes"]
 
 
 def test_the_documentation_has_it_too(toy):

@@ -62,6 +62,7 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.nightly
 def test_peaks_that_no_reading_saw(env, script):
     done = run("--json", "--interval", 0.2, "--", sys.executable, script(CUDA), env=env)
     samples, outcome = _samples(done)
@@ -212,6 +213,7 @@ if __name__ == "__main__":
     assert outcome["peaks"]["allocated_bytes"] == 50 * MIB
 
 
+@pytest.mark.nightly
 def test_a_program_that_replaces_itself(env, script):
     second = script("import torch, time; torch.cuda.hold(30 << 20); time.sleep(1)", "second.py")
     code = f"""
@@ -226,6 +228,7 @@ os.execv(sys.executable, [sys.executable, {str(second)!r}])
     assert last["max_allocated_bytes"] == 30 * MIB
 
 
+@pytest.mark.nightly
 def test_an_allocator_without_counters_is_said_once(tmp_path, env, script):
     """As torch's own `CUDAPluggableAllocator` has none; the program does not suffer."""
     cuda = tmp_path / "site" / "torch" / "cuda" / "__init__.py"
@@ -238,6 +241,7 @@ def test_an_allocator_without_counters_is_said_once(tmp_path, env, script):
     assert all(line.startswith("memprof: ") for line in lines), done.stderr
 
 
+@pytest.mark.nightly
 def test_a_torch_that_cannot_defer(tmp_path, env, script):
     cuda = tmp_path / "site" / "torch" / "cuda" / "__init__.py"
     cuda.write_text(cuda.read_text().replace("def _lazy_call", "def _other_name"))
@@ -245,6 +249,7 @@ def test_a_torch_that_cannot_defer(tmp_path, env, script):
     assert outcome["peaks"]["allocated_bytes"] == 70 * MIB
 
 
+@pytest.mark.nightly
 def test_the_log_has_the_sums(tmp_path, env, script):
     log = tmp_path / "log.csv"
     run("--quiet", "--interval", 0.2, "--log", log, "--", sys.executable, script(CUDA), env=env)
@@ -287,8 +292,7 @@ def test_the_last_word_waits_for_a_reading_that_has_begun(tmp_path):
     last.start()
     last.join(0.3)  # without taking turns it is done by now
     cuda.go_on.set()
-    last.join(10)
-    thread.join(10)
+    last.join(10)  # the sender's thread goes on: it is a daemon
     listening.setblocking(False)
     told = []
     with contextlib.suppress(BlockingIOError):

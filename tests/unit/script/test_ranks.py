@@ -58,6 +58,7 @@ def test_a_rank_that_is_gone_or_does_not_come_is_named(what, said):
     assert said in run(body)
 
 
+@pytest.mark.nightly
 def test_ranks_that_wait_for_what_nobody_sees_end():
     body = "def body(channel):\n    signal.pause()\n"
     assert run(body) == "[] no rank has done anything for 0 minutes"

@@ -16,6 +16,7 @@ from torch.nn import functional
 import memprof
 from memprof.trace.events import Holder, Trace
 from memprof.watch import holders
+from tests.lanes import by_day
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, retain: bool = False) -> torch.Tensor:
@@ -313,7 +314,7 @@ def test_modules_are_named_as_the_program_does() -> None:
     assert all(holder.source and holder.source.startswith(__file__) for holder in trace.idle_holders)
 
 
-@pytest.mark.parametrize(("depth", "is_found"), [(7, True), (8, True), (9, False)])
+@pytest.mark.parametrize(("depth", "is_found"), by_day([(7, True), (8, True), (9, False)], (8, True), (9, False)))
 def test_a_module_is_one_reference(depth: int, *, is_found: bool) -> None:
     """From its parameter, a list is one reference more than there are modules around it."""
 

@@ -74,7 +74,7 @@ def _uncollected() -> Iterator[None]:
         (in_a_module, True),
         (in_a_function, True),
         (below_twenty_objects, True),
-        (in_itself, False),
+        pytest.param(in_itself, False, marks=pytest.mark.nightly),  # each visits a million objects here
         (in_a_ring, False),
     ],
 )
@@ -90,6 +90,7 @@ def test_each_value_is_told_apart() -> None:
     assert [type(value) for value in list_unreachable([kept[0](), dropped[0]()])] == [Node]
 
 
+@pytest.mark.nightly
 def test_the_search_keeps_nothing() -> None:
     """Its own frames are among those that it looks at, and would keep what their variables have."""
     kept, _ = in_itself()

@@ -18,8 +18,15 @@ from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 
-WIDTH, ROWS, STEPS = 4096, 8192, 3
-WEIGHT_BYTES, SAVED_BYTES = WIDTH * WIDTH * 4, ROWS * WIDTH * 4
+# Tensors of 2 MiB, so that nothing is searched for idle memory (watch/idle.py).
+WIDTH, ROWS, STEPS = 512, 1024, 3
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are worth a finding."""
+    monkeypatch.setitem(globals(), "WIDTH", 4096)
+    monkeypatch.setitem(globals(), "ROWS", 8192)
 
 
 class Block(nn.Module):
@@ -64,24 +71,26 @@ def told(trace: Trace) -> list[Finding]:
     return [finding for finding in findings if finding.id == "untrained-gradients"]
 
 
+@pytest.mark.usefixtures("large")
 def test_a_target_network_that_is_called_with_gradients() -> None:
     trace = run(train)
-    assert [trace.storages[index].num_bytes for index in trace.untrained_gradients] == [WEIGHT_BYTES] * 2
+    assert [trace.storages[index].num_bytes for index in trace.untrained_gradients] == [4096 * 4096 * 4] * 2
     first = trace.untrained_spans[0]
     # The result of the second block goes into the loss, which is trained.
-    assert [trace.storages[index].num_bytes for index in first.storages] == [SAVED_BYTES]
+    assert [trace.storages[index].num_bytes for index in first.storages] == [8192 * 4096 * 4]
     assert len(trace.untrained_spans) == STEPS
     (finding,) = told(trace)
     assert "2 parameters of Sequential" in finding.title and "torch.no_grad()" in finding.evidence[0].text
     assert finding.edit is not None and "train" in finding.edit.source
 
 
+@pytest.mark.usefixtures("large")
 def test_a_backbone_that_only_the_optimizer_leaves_out() -> None:
     def step(first: nn.Module, second: nn.Module) -> None:
         first(batch()).mean().backward()
 
     trace = run(step, lambda first, second: list(first[1].parameters()))  # type: ignore[index]
-    assert [trace.storages[index].num_bytes for index in trace.untrained_gradients] == [WEIGHT_BYTES]
+    assert [trace.storages[index].num_bytes for index in trace.untrained_gradients] == [4096 * 4096 * 4]
     assert not trace.untrained_spans  # what the first block saves, the second one reads
     (finding,) = told(trace)
     assert "requires_grad_(False) on `0`" in finding.evidence[0].text and finding.edit is None

@@ -20,6 +20,7 @@ from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import PhaseKind, Role
 from memprof.virtual import VirtualGpu
 from memprof.watch.watch import Watch
+from tests.lanes import by_day
 
 GPU = find_gpu("rtx-4090")
 SCRIPT = """
@@ -122,7 +123,7 @@ WHERE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", by_day(WHERE, "forward", "backward", "gradient hook", "step", "evaluation"))
 def test_a_smaller_attempt_after_one_that_was_refused_fits(where: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{where}", where))

@@ -76,6 +76,7 @@ def test_one_run_gives_what_several_give(cache, runs):
     assert not list(folder.rglob("memprof-*"))
 
 
+@pytest.mark.nightly
 def test_the_next_process_finds_them(cache, runs):
     cache()
     with compile_kernels_together():
