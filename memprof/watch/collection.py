@@ -1,10 +1,13 @@
-"""Control of Python's garbage collector: frees must not depend on its timing where memprof can choose it."""
+"""Python's garbage collector: what refers to what, and control of it, for frees must not depend on its timing."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_MAX_ARGUMENTS = 32  # of gc.get_referrers, which compares each reference of every object with each of them
 
 
 @contextlib.contextmanager
@@ -28,3 +31,11 @@ def freeze_existing_objects() -> None:
     if not gc.isenabled():
         gc.collect()
         gc.freeze()
+
+
+def find_referrers(values: Collection[Any]) -> list[Any]:
+    """Return the objects that refer to one of `values`, of those that the collector tracks and that are not frozen."""
+    if len(values) <= _MAX_ARGUMENTS:
+        return gc.get_referrers(*values)
+    ids = set(map(id, values))
+    return [one for one in gc.get_objects() if not ids.isdisjoint(map(id, gc.get_referents(one)))]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.trace.events import CycleKind
+from memprof.watch.collection import find_referrers
 from memprof.watch.graph import collect_nodes
 from memprof.watch.program_code import is_memprof_class, is_program
 from memprof.watch.source_lines import find_attribute_line, find_class_line, find_line, format_code_line
@@ -61,7 +62,7 @@ def _list_starts(tensors: Sequence[torch.Tensor]) -> list[Any]:
     level: list[Any] = list(starts.values())
     for _ in range(_LEVELS_UP):
         ignored.add(id(level))
-        found = gc.get_referrers(*level)
+        found = find_referrers(level)
         ignored.add(id(found))
         level = [
             value for value in found if id(value) not in starts and id(value) not in ignored and not _is_ignored(value)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from memprof.watch.collection import find_referrers
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
 from memprof.watch.variables import HolderName, ProgramVariables, read_instance_attributes
 
@@ -66,7 +67,7 @@ def find_named_holders(
             for holder_name in variables.names.get(key, ()):
                 add_name(value, holder_name)
         ignored_ids.add(id(current_level))
-        referrers = gc.get_referrers(*current_level.values())
+        referrers = find_referrers(current_level.values())
         ignored_ids.add(id(referrers))
         next_level: dict[int, Any] = {}
         ignored_ids.add(id(next_level))
