@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import memprof
+from memprof.trace.events import Role
 
 WIDTH, HEADS, LENGTH, PROMPT, NEW = 64, 4, 32, 8, 4
 ONE = WIDTH * 4  # Bytes of a token's keys in one layer.
@@ -192,3 +193,15 @@ def test_what_is_no_cache(training: bool) -> None:
                 x.mean().backward()
     assert "KV cache" not in gpu.report().peak.categories
     assert not any(t.category == "KV cache" for t in gpu.report().peak.tensors)
+
+
+def test_states_of_the_last_call_are_a_cache_before_they_are_given_back() -> None:
+    shape = (1, HEADS, WIDTH // HEADS)
+    with memprof.virtual_gpu("h100-80gb") as gpu, torch.no_grad():
+        model, past = Model(given_back).cuda(), None
+        ids = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+        for _ in range(3):
+            _, past = model(ids, 0, past)
+        made = [i for i, one in enumerate(gpu.trace.storages) if gpu.trace.op(one) == "aten.add"]
+        states = [index for index in made if gpu.trace.storages[index].shape == shape][-4:]
+        assert {gpu.trace.owners[index].role for index in states} == {Role.KV_CACHE}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -476,3 +478,16 @@ def test_the_workloads_of_memprof_are_not_watched() -> None:
 
     trace, _ = profile(TargetSpec(model="gpt2", context_length=16, steps=3))
     assert not trace.forwards and not trace.holders
+
+
+def test_what_a_module_that_is_not_running_has_is_named_by_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = types.ModuleType("library")
+    monkeypatch.setitem(sys.modules, "library", library)
+    library.kept = []  # type: ignore[attr-defined]
+
+    def program() -> None:
+        model, optimizer = parts()
+        for _ in range(6):
+            library.kept.append(step(model, optimizer).detach())
+
+    assert only(run(program)).name == "library.kept"

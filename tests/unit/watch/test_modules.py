@@ -45,3 +45,9 @@ def test_a_linear_with_an_output_for_each_word_is_the_head() -> None:
     parts = {"words": nn.Embedding(1000, 64), "places": nn.Embedding(64, 64), "out": nn.Linear(64, 1000)}
     tracker.add_root(nn.ModuleDict({"parts": nn.ModuleDict(parts), "pooler": nn.Linear(64, 64)}))
     assert [module.path for module in tracker.table if module.role is ModuleRole.HEAD] == ["parts.out"]
+
+
+def test_parameters_are_of_their_module_also_beside_one_that_is_none() -> None:
+    tracker, layer = ModuleTracker(), nn.Linear(2, 2, bias=False)
+    tracker.add_root(nn.Sequential(nn.ReLU(), layer))
+    assert [tracker.find_parameter_module(one) for one in (layer.weight, nn.Linear(2, 2).weight)] == [2, NONE]

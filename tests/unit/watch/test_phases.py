@@ -12,6 +12,7 @@ import memprof
 from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
+from memprof.trace.events import PhaseKind, Role
 
 WITHOUT_OPTIMIZER = """
 import torch
@@ -159,3 +160,24 @@ def test_steps_of_several_optimizers(program, num_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert max(phase.step for phase in gpu.trace.phases) == num_steps
+
+
+def test_gradients_that_the_program_sets_itself_begin_steps() -> None:
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [phase.step for phase in gpu.trace.phases if phase.kind is PhaseKind.OPTIMIZER_STEP] == [1, 2, 3]
+
+
+def test_what_is_moved_later_is_a_parameter_also_if_it_is_never_called() -> None:
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        model = torch.nn.Linear(64, 64).cuda()
+        model(torch.randn(8, 64, device="cuda")).mean().backward()
+        torch.nn.Sequential(torch.nn.Linear(8, 512)).cuda()
+        found = {gpu.trace.storages[index].shape: owner.role for index, owner in gpu.trace.owners.items()}
+    assert found[512, 8] is Role.PARAMETER
