@@ -131,7 +131,8 @@ def _merge(original: Trace, first: Proposal, second: Proposal) -> Proposal | Non
     moved = [proposal.trace for proposal in (first, second) if proposal.trace.events is not original.events]
     if len(moved) > 1:
         return None
-    pairs = zip(first.trace.storages, second.trace.storages, strict=True)
+    # A change that moves events may have added storages, behind all others.
+    pairs = zip(first.trace.storages, second.trace.storages, strict=False)
     sizes = {i: min(a.num_bytes, b.num_bytes) for i, (a, b) in enumerate(pairs) if a.num_bytes != b.num_bytes}
     return Proposal(resize(moved[0] if moved else original, sizes), config=second.config or first.config)
 

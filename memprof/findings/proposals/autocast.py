@@ -35,7 +35,8 @@ def propose(context: Context) -> Iterator[Proposal]:
             storage = trace.storages[index]
             if len(storage.shape) > 1 and name not in tables:
                 sizes[index] = storage.num_bytes * 3 // 2
-        yield Proposal(_add_copies(resize(trace, sizes), copied))
+        changed = resize(trace, sizes)
+        yield Proposal(_add_copies(changed, copied) if copied else changed)
 
 
 def _add_copies(trace: Trace, times: Sequence[int]) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,9 @@ from memprof.findings.suggestions import (
     suggest_against,
 )
 from memprof.ledger.ledger import build_ledger
-from memprof.ledger.what_if import resize
+from memprof.ledger.what_if import edit_events, resize
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import ModuleRole, PhaseKind
+from memprof.trace.events import Event, EventKind, ModuleRole, PhaseKind
 from memprof.units import MIB
 from tests.unit.findings.test_rules import head_and_loss, of, training
 from tests.unit.traces import TraceBuilder
@@ -233,6 +234,19 @@ def test_no_more_changes_are_combined_than_it_takes(alone: None) -> None:
         shrink(order, order - 1, 200 * MIB)
     together = suggest(b.context(700 * MIB))[0]
     assert texts((together,)) == ["number 1 and number 2 together"] and together.required_bytes == 700 * MIB
+
+
+def test_a_change_with_more_tensors_than_the_run_is_combined_too(alone: None) -> None:
+    @proposes(1)
+    def propose(context: Context) -> Iterator[Proposal]:
+        trace = resize(context.ledger.trace, {0: 100 * MIB})
+        copy = Event(EventKind.ALLOC, len(trace.storages))
+        trace = dataclasses.replace(trace, storages=[*trace.storages, trace.storages[0]])
+        yield Proposal(edit_events(trace, {len(trace.events) - 1: [copy]}, ()), "a copy")
+
+    shrink(2, 1, 100 * MIB)
+    together, *_ = suggest(two_tensors(300, 300).context(350 * MIB))
+    assert together.text == "number 2 and a copy together: needs 300.00 MiB instead of 600.00 MiB, and fits"
 
 
 def test_fixes_that_conflict_are_not_combined(alone: None) -> None:

@@ -1,0 +1,60 @@
+"""Proposes parts of one long input of an inference: a recording, a text or an image, cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memprof.findings.evidence import format_shape, is_inference
+from memprof.findings.finding import Context
+from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import resize
+from memprof.trace.events import PhaseKind, Role, Trace
+
+MIN_LENGTH = 1024  # of a dimension, so that a size of the model is not taken for a part of it
+
+MAX_STRIDE = 16  # a layer's results have at least this fraction of the input's length
+
+_TOLERANCE = 0.001  # of the length: the edges of convolutions
+
+_PHASES = (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
+
+
+@proposes(105)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change if half of the peak is of tensors as long as the only input, or as a fraction of it.
+
+    With a batch, fewer samples at a time are the better change. In training, parts would be other samples.
+    """
+    trace, at_peak = context.ledger.trace, context.lifetimes.at_peak
+    inputs = [trace.storages[index].shape for index in at_peak if _is_input(trace, index)]
+    if context.spec is not None or len(inputs) != 1 or not is_inference(trace):
+        return
+    (shape,) = inputs
+    length = max(shape, default=0)
+    if length < MIN_LENGTH or shape[0] != 1:
+        return
+    long = [index for index in range(len(trace.storages)) if _is_along(trace, index, length)]
+    if 2 * context.lifetimes.sum_bytes(at_peak.intersection(long)) < context.ledger.peak_bytes:
+        return
+    part = find_fitting_rows(context, long, length)
+    sizes = {index: -(-trace.storages[index].num_bytes * part // length) for index in long}
+    change = f"the input {format_shape(shape)} in parts of at most {part:,} of its {length:,}, one after another"
+    yield Proposal(resize(trace, sizes), change)
+
+
+def _is_input(trace: Trace, index: int) -> bool:
+    owner = trace.owners.get(index)
+    return owner is not None and owner.role is Role.INPUT
+
+
+def _is_along(trace: Trace, index: int, length: int) -> bool:
+    """Return whether the storage is made in a forward pass, with a dimension of `length` or a fraction of it."""
+    storage = trace.storages[index]
+    if storage.hidden or index in trace.owners or trace.phases[storage.phase].kind not in _PHASES:
+        return False
+    return any(
+        size >= MIN_LENGTH and (stride := round(length / size)) <= MAX_STRIDE
+        and abs(size * stride - length) <= _TOLERANCE * length
+        for size in storage.shape
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""One long input is better cut up: where its length is in what decides the peak, and nothing is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings.proposals import long_input
+from memprof.findings.suggestions import Proposal
+from memprof.trace.events import PhaseKind, Role
+from tests.unit.traces import TraceBuilder
+
+LENGTH = 1 << 20
+
+
+def proposals(
+    *made: tuple[int, ...],
+    given: tuple[int, ...] = (1, LENGTH),
+    others: int = 0,
+    is_trained: bool = False,
+) -> list[Proposal]:
+    """What is proposed for a call that makes tensors of these shapes, while `others` bytes are live."""
+    b = TraceBuilder()
+    b.alloc(others)
+    if is_trained:
+        b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.FORWARD)
+    b.enter("net")
+    b.new(*given, owner=(Role.INPUT, "x"))
+    for shape in made:
+        b.new(*shape)
+    return list(long_input.propose(b.context()))
+
+
+def test_what_is_as_long_as_the_input_shrinks() -> None:
+    (proposal,) = proposals((1, 64, LENGTH), (1, 64, LENGTH // 4))
+    assert proposal.change == "the input [1 x 1048576] in parts of at most 524,288 of its 1,048,576, one after another"
+    sizes = [storage.num_bytes for storage in proposal.trace.storages]
+    assert sizes[-3:] == [4 * LENGTH, 64 * 4 * LENGTH // 2, 64 * LENGTH // 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "is_along"),
+    [
+        (LENGTH, True),
+        (LENGTH - 1024, True),  # a thousandth is cut off at the edges
+        (LENGTH - 1100, False),
+        (LENGTH // 16, True),
+        (LENGTH // 17, False),
+        (LENGTH * 2 // 3, False),
+    ],
+)
+def test_a_fraction_of_the_length(size: int, is_along: bool) -> None:
+    assert bool(proposals((512, size))) == is_along
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(1023, False), (1024, True)])
+def test_a_short_input_stays_whole(length: int, is_long: bool) -> None:
+    assert bool(proposals((64, length), given=(1, length))) == is_long
+
+
+@pytest.mark.parametrize(("others", "decides"), [(248 << 20, True), (249 << 20, False)])
+def test_it_is_half_of_the_peak(others: int, decides: bool) -> None:
+    """252 MiB of the length beside 4 MiB of the input and the others."""
+    assert bool(proposals((63, LENGTH), others=others)) == decides
+
+
+def test_batches_and_training_have_other_changes() -> None:
+    assert not proposals((64, LENGTH), given=(2, LENGTH))
+    assert not proposals((64, LENGTH), is_trained=True)
