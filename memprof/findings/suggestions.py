@@ -112,7 +112,7 @@ def _combine(context: Context, found: Iterable[tuple[_Candidate, Suggestion]]) -
         required = _estimate_required(context, merged)
         if together and required >= together[-1][0]:
             continue
-        names.append(alone.fix or proposal.change)
+        names.append(proposal.change or _describe_fix(context, alone.fix or ""))
         fixes += [] if rule.fix is None else [FIXES[rule.fix]]
         combined = merged._replace(change=f"{', '.join(names[:-1])} and {names[-1]} together")
         together.append((required, combined))
@@ -208,6 +208,15 @@ def _name_fix(candidate: _Candidate) -> str | None:
     return None if candidate.proposal.change else fix if value is None else f"{fix}={value}"
 
 
+def _describe_fix(context: Context, fix: str) -> str:
+    """Return a fix, NAME or NAME=VALUE, as the run can take it: by this name, or as a change of the script's code if
+    `memprof run --fix` cannot make it."""
+    name, _, value = fix.partition("=")
+    if context.spec is not None or FIXES[name].script_order is not None:
+        return fix
+    return FIXES[name].describe_in_code(value)
+
+
 def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggestion | None:
     """Return the suggestion of a proposal, with its effect by a replay; None if it saves too little.
 
@@ -229,7 +238,7 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         return None
     before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
-    text = f"{proposal.change or fix}: needs {sizes_text}"
+    text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
         text += ", of which cached segments are released when the GPU is full"
     if trace.ended_out_of_memory:

@@ -21,6 +21,7 @@ from memprof.findings.suggestions import (
     suggest,
     suggest_against,
 )
+from memprof.fixes.catalog import FIXES, script_fix_names
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import resize
 from memprof.spec import Mode, TargetSpec
@@ -238,7 +239,8 @@ def test_no_more_changes_are_combined_than_it_takes(alone: None) -> None:
 def test_fixes_that_conflict_are_not_combined(alone: None) -> None:
     shrink(1, 0, 300 * MIB, fix="4-bit-weights")
     shrink(2, 1, 100 * MIB, fix="8-bit-weights")
-    assert texts(suggest(two_tensors(400, 400).context(450 * MIB))) == ["8-bit-weights", "4-bit-weights"]
+    context = two_tensors(400, 400).context(450 * MIB, spec=SPEC)
+    assert texts(suggest(context)) == ["8-bit-weights", "4-bit-weights"]
 
 
 def test_the_context_is_in_what_a_run_needs(alone: None) -> None:
@@ -272,10 +274,24 @@ def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alon
     offer(1, 0, 0, value=4)
     offer(2, 0, 0)
     offer(3, 0, 0, change="rows at a time", value=4)
-    found = suggest(two_tensors().context(450 * MIB))
+    found = suggest(two_tensors().context(450 * MIB, spec=SPEC))
     assert [one.fix for one in found] == ["micro-batch=4", "micro-batch", None]
     assert texts(found) == ["micro-batch=4", "micro-batch", "rows at a time"]
     assert list_fix_names(found) == ("micro-batch", "micro-batch")
+
+
+@pytest.mark.parametrize("name", ["compile", "micro-batch", "bfloat16", "8-bit-optimizer", "cpu-offload-optimizer"])
+def test_of_a_script_a_fix_that_no_option_makes_is_told_as_code(alone: None, name: str) -> None:
+    shrink(1, 0, 0, fix=name)
+    profiled, script = (texts(suggest(two_tensors().context(450 * MIB, spec=spec))) for spec in (SPEC, None))
+    assert profiled == [name]
+    assert script == [name if name in script_fix_names() else FIXES[name].describe_in_code()]
+
+
+def test_code_for_a_fix_has_its_value(alone: None) -> None:
+    offer(1, 0, 0, value=4)
+    (found,) = suggest(two_tensors().context(450 * MIB))
+    assert "forward and backward of 4 rows of the batch" in found.text and found.fix == "micro-batch=4"
 
 
 def test_what_saves_enough_and_does_not_fit_says_so(alone: None) -> None:
