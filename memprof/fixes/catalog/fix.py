@@ -84,7 +84,7 @@ class Fix:
     bench: str = ""  # the table of `memprof verify` with the fix's deviations from lower precision
     ladder_order: int | None = None  # position in `--ladder`; None: not tried there
     script_order: int | None = None  # position in `memprof run --fix`; None: the fix needs a changed script
-    # what the user writes in a script that has to be changed, where `changes` does not tell; `VALUE` is the main option's
+    # what the user writes in a script that has to be changed, where `changes` does not tell; VALUE: the main option's
     in_code: str = ""
     search_order: int = 0  # position in `--fix auto`
     tiers: tuple[Tier, ...] = ()  # tiers of `--fix auto` that include the fix
