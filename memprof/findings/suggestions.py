@@ -113,7 +113,7 @@ def _combine(context: Context, found: Iterable[tuple[_Candidate, Suggestion]]) -
         required = _estimate_required(context, merged)
         if together and required >= together[-1][0]:
             continue
-        names.append(proposal.change or _describe_fix(context, alone.fix or ""))
+        names.append(alone.fix or proposal.change)
         fixes += [] if rule.fix is None else [FIXES[rule.fix]]
         combined = merged._replace(change=f"{', '.join(names[:-1])} and {names[-1]} together")
         together.append((required, combined))
