@@ -95,6 +95,7 @@ RULES = [  # the cheapest first
     ("chunked_loss", "propose", "chunked-loss", (LOSS,)),
     ("copies", "propose", None, ()),
     ("optimizer", "propose_fused", "fused-optimizer", (STEP,)),
+    ("history", "propose", None, ()),
     ("vmap", "propose", None, ()),
     ("gradients", "propose", None, ()),
     ("sparse", "propose", None, ()),
