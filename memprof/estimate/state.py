@@ -10,6 +10,7 @@ from memprof.estimate.methods import CHECKPOINT_FORMATS, MethodPlan
 from memprof.estimate.projections import LayerSettings
 from memprof.estimate.tape import FLOAT32
 from memprof.units import KIB
+from memprof.workload.optimizer_states import OPTIMIZER_STATES
 
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
 # cuBLAS' workspace per thread (aten/src/ATen/cuda/CublasHandlePool.cpp), larger on compute capability 9.0. A training
@@ -23,12 +24,6 @@ STATE_BLOCK = 256
 MIN_8BIT_ELEMENTS = 4096
 # Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (checkpoints' quantization_config).
 FORMAT_GROUP = 128
-# Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
-# (torch/optim/*.py, the _multi_tensor functions).
-OPTIMIZER_STATES = {
-    "adamw": (2, 1), "adam": (2, 1), "sgd": (0, 0), "sgd-momentum": (1, 0), "adagrad": (1, 2), "rmsprop": (1, 1),
-    "none": (0, 0),
-}  # fmt: skip
 # Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count.
 QUANTIZED_STATES = {
     "adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK, "torchao-adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK,

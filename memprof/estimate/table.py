@@ -22,12 +22,12 @@ from memprof.estimate.ranks import SINGLE_GPU, Rank, list_ranks
 from memprof.estimate.state import (
     CUBLAS_WORKSPACE,
     CUBLAS_WORKSPACE_HOPPER,
-    OPTIMIZER_STATES,
     QUANTIZED_STATES,
     PeakMoment,
 )
 from memprof.spec import MANY_STEPS
 from memprof.workload.lengths import parse_lengths
+from memprof.workload.optimizer_states import OPTIMIZER_STATES
 
 FITS, BORDERLINE, NO = "fits", "borderline", "no"
 # What measurements are of: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi.

@@ -89,6 +89,14 @@ def is_inference(trace: Trace) -> bool:
     return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
 
 
+def ends_in_building(trace: Trace) -> bool:
+    """Return whether memory ran out while a model was built or moved, before any pass had begun: more of it comes."""
+    if not trace.ended_out_of_memory or any(phase.kind.computes for phase in trace.phases):
+        return False
+    # A program without a model is in the phase MODEL too.
+    return trace.phases[trace.storages[-1].phase].kind is PhaseKind.MODEL and bool(param_names(trace))
+
+
 def has_half_tensors(trace: Trace) -> bool:
     """Return whether any tensor of the run is in half precision."""
     return any(storage.dtype in HALF_DTYPES for storage in trace.storages)

@@ -10,6 +10,7 @@ from memprof.allocator import GpuReplay, MemoryNeeds
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.effect import format_reserved
 from memprof.findings.evidence import (
+    ends_in_building,
     file_and_line,
     format_shape,
     module_pattern,
@@ -41,12 +42,14 @@ def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the free reserved memory at the failed allocation, if the run would
     fit without fragmentation, else the difference between the peaks of reserved and allocated memory.
 
-    Nothing is found where memory runs out with less than MIN_SHARE free, unless the whole run is known and fits with
-    expandable segments; nor where the GPU has room for more than the fragmentation, and expandable segments do not
-    reduce it.
+    Nothing is found where memory runs out while a model is built, or with less than MIN_SHARE free, unless the whole
+    run is known and fits with expandable segments; nor where the GPU has room for more than the fragmentation, and
+    expandable segments do not reduce it.
     """
     ledger = context.ledger
     run, oom = ledger.run, ledger.out_of_memory
+    if ends_in_building(ledger.trace):
+        return []
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
     if is_decisive and oom is not None:
         stage, reserved, free_bytes = oom.stage, oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from memprof.allocator import AllocatorConfig, compute_memory_needs, replay_in_host_memory
 from memprof.findings.evidence import is_applicable
 from memprof.findings.finding import Context, Suggestion, cache_per_context
+from memprof.findings.first_step import compute_first_step_bytes, is_rest_unknown
 from memprof.fixes.catalog import FIXES, Fix, find_conflict
 from memprof.ledger.what_if import compute_allocated_peak, resize
 from memprof.trace.events import Trace
@@ -164,7 +165,7 @@ def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Cand
         refused = dict.fromkeys(context.ledger.run.refused, 0)
         proposal = proposal._replace(trace=resize(proposal.trace, refused))
     required = _estimate_required(context, proposal)
-    fits = usable_bytes is not None and required <= usable_bytes
+    fits = usable_bytes is not None and max(required, compute_first_step_bytes(context, proposal.trace)) <= usable_bytes
     return _Candidate(rule, proposal, required, fits) if _is_enough(context, required, fits) else None
 
 
@@ -209,6 +210,15 @@ def _name_fix(candidate: _Candidate) -> str | None:
     return None if candidate.proposal.change else fix if value is None else f"{fix}={value}"
 
 
+def _describe_fix(context: Context, fix: str) -> str:
+    """Return a fix, NAME or NAME=VALUE, as the run can take it: by this name, or as a change of the script's code if
+    `memprof run --fix` cannot make it."""
+    name, _, value = fix.partition("=")
+    if context.spec is not None or FIXES[name].script_order is not None:
+        return fix
+    return FIXES[name].describe_in_code(value)
+
+
 def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggestion | None:
     """Return the suggestion of a proposal, with its effect by a replay; None if it saves too little.
 
@@ -230,11 +240,17 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         return None
     before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
-    text = f"{proposal.change or fix}: needs {sizes_text}"
+    text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
         text += ", of which cached segments are released when the GPU is full"
-    if trace.ended_out_of_memory:
-        text += " up to this point, and " + ("gets past it" if fits else "still fails here")
+    later_bytes = compute_first_step_bytes(context, trace)
+    if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
+        text += " up to this point, and gets past it, but the first optimizer step needs at least "
+        text += format_bytes(later_bytes + context_bytes)
+        fits = False
+    elif trace.ended_out_of_memory:
+        unknown = "; what comes after it is not known" if is_rest_unknown(context) else ""
+        text += " up to this point, and " + (f"gets past it{unknown}" if fits else "still fails here")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
     return Suggestion(text, fix, required, fits, before - required)

@@ -15,6 +15,7 @@ from memprof.fixes.optimizers import refuse_gradients
 @Fix(
     name="bfloat16", order=30, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
     changes="parameters in bfloat16",
+    in_code="parameters in bfloat16 (model.to(torch.bfloat16) before the model goes to the GPU; its float inputs too)",
     cost="8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
     bench="precision",
     conflicts={

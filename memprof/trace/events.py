@@ -316,6 +316,14 @@ class UntrainedSpan(NamedTuple):
     last_uses: tuple[int, ...]  # of each: as in `Trace.last_uses`, but before the backward
 
 
+class FirstStep(NamedTuple):
+    """What the first step of an optimizer has and makes, where memory ran out before its end: a row per parameter."""
+
+    parameters: tuple[int, ...]  # storages
+    gradients: tuple[int, ...]  # of each, the storage of its gradient; NONE: it has none yet
+    states: tuple[int, ...]  # of each, how many tensors of its size the optimizer still makes as its state
+
+
 class VmapCall(NamedTuple):
     """One call that torch.func.vmap makes of a function for a batch, or for a chunk of it."""
 
@@ -458,6 +466,8 @@ class Trace:
     # optimizer exists; of a simulated run of one process.
     untrained_gradients: list[int] = field(default_factory=list)
     untrained_spans: list[UntrainedSpan] = field(default_factory=list)
+    # Of optimizers that had made no step; of a simulated run that a failed allocation ended.
+    first_steps: list[FirstStep] = field(default_factory=list)
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)

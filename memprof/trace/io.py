@@ -228,6 +228,8 @@ def _check_references(trace: Trace) -> None:
             *(f.outputs for f in trace.forwards),
             *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
             *(span.storages for span in trace.untrained_spans),
+            *(step.parameters for step in trace.first_steps),
+            *(tuple(index for index in step.gradients if index != NONE) for step in trace.first_steps),
         )
         for index in row
     }

@@ -241,6 +241,11 @@ class Phases:
         self._idle_optimizers = self._known_optimizers - self._stepped_optimizers
         self._stepped_optimizers.clear()
 
+    def list_optimizers_without_step(self) -> list[Optimizer]:
+        """Return the optimizers that have not come to the end of a step."""
+        stepped = self._known_optimizers | self._stepped_optimizers
+        return [optimizer for optimizer in self.optimizers if optimizer not in stepped]
+
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the replacement for `original`, which allocates optimizer state by a step before training."""
 

@@ -21,6 +21,7 @@ from memprof.patching import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
+from memprof.watch.first_steps import list_first_steps
 from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
@@ -121,6 +122,11 @@ class Watch(ABC):
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
         trace.updates_parameters_manually = self.phases.updates_parameters_manually
+
+    def _record_first_steps(self, trace: Trace, get_index: Callable[[torch.Tensor], int]) -> None:
+        """Write into `trace` what optimizers without a step still make; `get_index`: a tensor's storage, or NONE."""
+        with torch.DisableTorchFunction():
+            trace.first_steps = list(list_first_steps(self.phases.list_optimizers_without_step(), get_index))
 
     def _watch_program(self) -> None:
         """Install the patches and hooks that observe the program."""

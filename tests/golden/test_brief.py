@@ -113,7 +113,9 @@ def test_a_change_that_does_not_fit_is_suggested_only_where_none_does() -> None:
 def test_a_fix_says_what_it_changes_and_a_change_of_the_program_is_as_it_is() -> None:
     fix = Suggestion("micro-batch=4: needs 1", "micro-batch=4", 1, True, 1)
     change = Suggestion("use cdist: needs 2", None, 2, True, 1)
-    text = with_findings(document(2048 * MIB), finding("x", Severity.WARNING, suggestions=(fix, change)))
+    code = Suggestion("model.to(torch.bfloat16): needs 3", "bfloat16", 3, True, 1)  # of a script, which has no option
+    text = with_findings(document(2048 * MIB), finding("x", Severity.WARNING, suggestions=(fix, change, code)))
+    assert "- model.to(torch.bfloat16): needs 3\n" in text and "--fix bfloat16" not in text
     assert f"- --fix micro-batch=4 ({FIXES['micro-batch'].changes}): needs 1\n" in text
     assert "- use cdist: needs 2\n" in text
 

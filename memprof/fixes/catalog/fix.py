@@ -84,6 +84,8 @@ class Fix:
     bench: str = ""  # the table of `memprof verify` with the fix's deviations from lower precision
     ladder_order: int | None = None  # position in `--ladder`; None: not tried there
     script_order: int | None = None  # position in `memprof run --fix`; None: the fix needs a changed script
+    # what the user writes in a script that has to be changed, where `changes` does not tell; VALUE: the main option's
+    in_code: str = ""
     search_order: int = 0  # position in `--fix auto`
     tiers: tuple[Tier, ...] = ()  # tiers of `--fix auto` that include the fix
     # position among the fixes that leave more of the GPU and slow no step down; None: it is none of them
@@ -109,6 +111,10 @@ class Fix:
     def __call__(self, install: _Function) -> _Function:
         """Return the decorated function `install` unchanged; the table reads the decorator from the source text."""
         return install
+
+    def describe_in_code(self, value: str = "") -> str:
+        """Return what the user changes in a script that has no other way to this fix; `value` is its main option's."""
+        return (self.in_code or self.changes).replace(VALUE, value or "some")
 
     def is_on(self, spec: TargetSpec) -> bool:
         """Return whether the fix is on in `spec`."""

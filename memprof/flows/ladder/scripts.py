@@ -7,6 +7,7 @@ process, which the next run must not see.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import subprocess
@@ -52,10 +53,23 @@ class ScriptRuns(Runs):
         """Do nothing: a script may depend on files of its previous run, so runs are made one by one."""
 
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if a fix cannot be switched on from outside."""
+        """Raise UsageError if a fix cannot be switched on from outside, or acts too late to change where memory ends.
+
+        Fixes of models are applied at a model's first call with gradients (fixes/script_fixes.py)."""
         for fix in fixes:
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
+            if self.ends_before_calls and not fix.fix.alloc_conf:
+                raise UsageError("it acts from the first call of a model, before which memory runs out")
+
+    @functools.cached_property
+    def ends_before_calls(self) -> bool:
+        """Return whether memory runs out before a pass of a model begins."""
+        ledger = self.original.complete_report().ledger
+        if ledger is None or ledger.out_of_memory is None:
+            return False
+        passes = (begin for begin, phase in ledger.trace.list_phase_begins() if phase.kind.computes)
+        return ledger.out_of_memory.event < next(passes, len(ledger.trace.events))
 
     def in_force(self) -> frozenset[str]:
         """Return the fixes seen in allocator settings and compilation; others that the script has on are unknown."""
@@ -132,4 +146,11 @@ def search_script_fixes(program: Program, spec: RunSpec, progress: Callable[[str
     names = script_fix_names()
     exact = [name for name in names if FIXES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
-    return search_fixes(ScriptRuns(program, spec, progress), tiers)
+    runs = ScriptRuns(program, spec, progress)
+    trace, document = search_fixes(runs, tiers)
+    if runs.ends_before_calls:
+        reason = (
+            f"{document.ladder_reason}; all others act from the first call of a model, before which memory runs out"
+        )
+        document = dataclasses.replace(document, ladder_reason=reason)
+    return trace, document

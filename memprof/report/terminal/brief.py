@@ -149,8 +149,8 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
 
 
 def _describe_suggestion(suggestion: Suggestion) -> str:
-    """Return the text of a suggestion, after the name of its fix with what that does."""
-    if suggestion.fix is None:
+    """Return the text of a suggestion; if that begins with the fix to switch on, as its option with what it does."""
+    if suggestion.fix is None or not suggestion.text.startswith(f"{suggestion.fix}:"):
         return suggestion.text
     changes = FIXES[suggestion.fix.partition("=")[0]].changes
     return f"--fix {suggestion.fix} ({changes}){suggestion.text.removeprefix(suggestion.fix)}"

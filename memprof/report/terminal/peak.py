@@ -41,13 +41,22 @@ def render_categories(document: Report, min_share: float = 0.0) -> RenderableTyp
     )
 
 
+def get_uncertain_peak(document: Report) -> int:
+    """Return the allocated peak in bytes if cuDNN takes the most for convolutions; 0 if that makes no difference."""
+    workspaces = document.peak.workspaces
+    if workspaces is None:
+        return 0
+    difference = workspaces.max_peak_bytes - workspaces.min_peak_bytes
+    return workspaces.max_peak_bytes if difference >= _MIN_UNCERTAIN_SHARE * document.peak.allocated_bytes else 0
+
+
 def _render_workspaces(document: Report) -> list[RenderableType]:
     """Return notes on how much the peak depends on the unknown sizes of cuDNN's convolution workspaces."""
-    workspaces, total_bytes = document.peak.workspaces, document.peak.allocated_bytes
+    workspaces = document.peak.workspaces
     if workspaces is None:
         return []
     refused_notes = [dim(_REFUSED_WORKSPACES.format(workspaces.refused))] if workspaces.refused else []
-    if workspaces.max_peak_bytes - workspaces.min_peak_bytes < _MIN_UNCERTAIN_SHARE * total_bytes:
+    if not get_uncertain_peak(document):
         return [*refused_notes]
     min_peak, max_peak = format_bytes(workspaces.min_peak_bytes), format_bytes(workspaces.max_peak_bytes)
     range_text = f"What cuDNN takes for convolutions is an estimate: the peak is between {min_peak} and {max_peak}."

@@ -15,6 +15,7 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.console import dim, make_section
 from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
+from memprof.report.terminal.peak import get_uncertain_peak
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.units import format_bytes
 
@@ -79,7 +80,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.fits and verdict.first_caught is not None:
         return _render_fit_after_errors(document, verdict.first_caught, need, spare_bytes)
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
-        return _render_fit(document, need, spare_bytes).append(_format_growth(verdict.growth))
+        return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
         reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
@@ -89,7 +90,8 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         return _label("Does not fit", "bold red", f"{usage}. Of the GPU it needs {need}.")
     where = format_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
-    need_intro = "The script ended there; with that allocation it needs" if was_refused else "The whole run needs"
+    # What comes after a refused allocation is not known.
+    need_intro = "The script ended there; it needs at least" if was_refused else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
@@ -153,12 +155,18 @@ def _describe_errors(count: int) -> str:
     return f"{subject} raised and caught"
 
 
-def _render_fit(document: Report, need: str, spare: int) -> Text:
-    """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL."""
+def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> Text:
+    """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL, and for
+    convolutions, whether it does for the most that they may take."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None and document.program is not None and document.program.misses_evaluation:
         rest = f"{format_bytes(spare)} to spare; the evaluation in its code was not reached."
         return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
+    if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
+        rest = (
+            f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."
+        )
+        return _label("Fits by an estimate", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     min_bytes, max_bytes = nccl

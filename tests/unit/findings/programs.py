@@ -191,6 +191,20 @@ def wide_layers(
     train(model, make_optimizer(model.parameters()), lambda: [model(inputs).square().mean()])
 
 
+def lbfgs(history_size: int = 100) -> None:
+    model = nn.Linear(8192, 8192).cuda()
+    inputs = torch.randn(32, 8192, device="cuda")
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=history_size)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 def sparse_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer of the first parameter, a table of 1,280 million numbers; the others are few."""
     return torch.optim.SparseAdam([next(iter(parameters))])

@@ -7,6 +7,7 @@ import pytest
 from memprof.allocator import GpuMemory, parse_config, replay_on_gpu
 from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
+from memprof.findings.proposals.segments import propose as propose_segments
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import CudaGraphed, Event, EventKind, Owner, PhaseKind, Role
 from tests.unit.findings.figures import all_figures, figures
@@ -118,6 +119,22 @@ def test_silent_where_little_is_free_and_no_setting_lets_the_run_fit(
     assert not context.ledger.run.fits and bool(find(context)) == is_told
     context.ledger.trace.ended_out_of_memory = True  # of what comes after, nothing is known
     assert not find(context)
+
+
+@pytest.mark.parametrize(("has_model", "has_begun"), [(True, False), (False, False), (True, True)])
+def test_while_a_model_is_built_more_comes_than_the_refused_tensor(has_model: bool, has_begun: bool) -> None:
+    """30 MiB of the first segment are free, without which the 20 MiB would fit."""
+    b = TraceBuilder()
+    b.free(b.new(40 * MIB // 4))
+    b.parameter("weight", 10 * MIB // 4) if has_model else b.new(10 * MIB // 4)
+    b.new(50 * MIB // 4)
+    if has_begun:
+        b.phase(PhaseKind.FORWARD)
+    b.new(40 * MIB // 4)
+    b.trace.ended_out_of_memory = True
+    context = b.context(120 * MIB)
+    is_told = not has_model or has_begun
+    assert bool(find(context)) == bool(list(propose_segments(context))) == is_told
 
 
 @pytest.mark.parametrize("ends", [True, False])

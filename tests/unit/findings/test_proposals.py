@@ -109,6 +109,12 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
         ["cpu-offload-optimizer and bfloat16", "cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
         {"bfloat16": partial(programs.wide_layers, dtype="bfloat16")},
     ),
+    "a history": (
+        programs.lbfgs,
+        9,
+        ["history_size=10 in torch.optim.LBFGS,", "bfloat16"],
+        {"history_size=10 in torch.optim.LBFGS,": partial(programs.lbfgs, 10)},
+    ),
     "a table": (
         programs.table_of_items,
         15,

@@ -15,6 +15,7 @@ from memprof.findings.proposals import (
     copies,
     data_parallel,
     gradients,
+    history,
     host_memory,
     messages,
     micro_batch,
@@ -27,6 +28,7 @@ from memprof.findings.proposals import (
 )
 from memprof.findings.suggestions import Proposal
 from memprof.ledger.ledger import build_ledger
+from memprof.ledger.what_if import compute_allocated_peak
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
@@ -39,6 +41,25 @@ ALLOC, FREE = EventKind.ALLOC, EventKind.FREE
 def only(proposals: object) -> Proposal:
     (proposal,) = proposals
     return proposal
+
+
+# -- the history of LBFGS ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_pairs", [10, 12])
+def test_a_history_of_more_than_ten_pairs_may_be_shorter(num_pairs: int) -> None:
+    b = TraceBuilder()
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    for _ in range(num_pairs):
+        for name in ("old_dirs", "old_stps"):
+            b.new(MIB, owner=(Role.OPTIMIZER_STATE, name), line="train.py:8 main")
+    if num_pairs == 10:
+        assert not list(history.propose(b.context()))
+        return
+    change = only(history.propose(b.context()))
+    assert change.change.startswith("history_size=10 in torch.optim.LBFGS, which steps at train.py:8")
+    # A vector lives until the one ten later is there: ten of each list, and one more.
+    assert compute_allocated_peak(change.trace) == 21 * 4 * MIB
 
 
 # -- chunked loss -----------------------------------------------------------------------------------------------------

@@ -45,6 +45,6 @@ def test_rules_are_asked_in_this_order():
         "untrained_gradients", "fragmentation",
         "streams", "duplicate_gradients", "state_not_sharded", "unsharded_group", "kept_unsharded", "weight_delta",
         "prefetch", "float32_reduction", "unreduced_gradients", "logits", "attention_scores", "graph_breaks",
-        "compiled_saved_tensors", "upcast", "weight_cache", "optimizer_state", "vocabulary", "positions",
-        "unattributed",
+        "compiled_saved_tensors", "upcast", "parameter_upcast", "weight_cache", "optimizer_state",
+        "vocabulary", "positions", "unattributed",
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from memprof.allocator import GpuMemory, parse_config, replay_in_host_memory, re
 from memprof.findings import Context, Suggestion, rules, suggestions
 from memprof.findings.finding import RULES as RULES_OF_FINDINGS
 from memprof.findings.finding import SEARCH_RULES
+from memprof.findings.first_step import compute_first_step_bytes
 from memprof.findings.suggestions import (
     PROPOSAL_RULES,
     Proposal,
@@ -22,10 +23,11 @@ from memprof.findings.suggestions import (
     suggest,
     suggest_against,
 )
+from memprof.fixes.catalog import FIXES, script_fix_names
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import edit_events, resize
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import Event, EventKind, ModuleRole, PhaseKind
+from memprof.trace.events import NONE, Event, EventKind, FirstStep, ModuleRole, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.test_rules import head_and_loss, of, training
 from tests.unit.traces import TraceBuilder
@@ -94,6 +96,7 @@ RULES = [  # the cheapest first
     ("chunked_loss", "propose", "chunked-loss", (LOSS,)),
     ("copies", "propose", None, ()),
     ("optimizer", "propose_fused", "fused-optimizer", (STEP,)),
+    ("history", "propose", None, ()),
     ("vmap", "propose", None, ()),
     ("gradients", "propose", None, ()),
     ("sparse", "propose", None, ()),
@@ -205,8 +208,41 @@ def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
     b = two_tensors()
     b.trace.ended_out_of_memory = True
     first, second = suggest(b.context(700 * MIB))
+    assert first.text.endswith("up to this point, and gets past it; what comes after it is not known")
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    first, second = suggest(b.context(700 * MIB))
     assert first.text.endswith("400.00 MiB instead of 1,000.00 MiB up to this point, and gets past it")
     assert second.text.endswith("900.00 MiB instead of 1,000.00 MiB up to this point, and still fails here")
+
+
+@pytest.mark.parametrize(("usable_mib", "fits"), [(400, True), (399, False)])
+def test_the_first_step_of_an_optimizer_has_to_fit_too(alone: None, usable_mib: int, fits: bool) -> None:
+    """Parameters of 100 MiB, their gradients, and two tensors of state that they still get."""
+    shrink(1, 1, 0)
+    b = TraceBuilder()
+    parameter = b.parameter("weight", 25, 1 << 20)
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(500 * MIB)
+    b.trace.ended_out_of_memory = True
+    b.trace.first_steps = [FirstStep((parameter,), (NONE,), (2,))]
+    (found,) = suggest(b.context(usable_mib * MIB))
+    rest = "" if fits else ", but the first optimizer step needs at least 400.00 MiB"
+    assert found.text.endswith(f"up to this point, and gets past it{rest}") and found.fits is fits
+
+
+def test_state_that_still_comes_shrinks_as_what_there_is_of_it(alone: None) -> None:
+    """Parameters and gradients of 100 MiB each, half of whose state is there, and 25 MiB with the change."""
+    b = TraceBuilder()
+    parameter = b.parameter("weight", 25, 1 << 20)
+    gradient = b.new(25, 1 << 20, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    state = b.new(25, 1 << 20, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    b.new(25, 1 << 20, op="aten.zeros_like")
+    b.trace.ended_out_of_memory = True
+    b.trace.first_steps = [FirstStep((parameter,), (gradient,), (1,))]
+    context = b.context(350 * MIB)
+    assert compute_first_step_bytes(context, b.trace) == 400 * MIB
+    assert compute_first_step_bytes(context, resize(b.trace, {state: 25 * MIB})) == 250 * MIB
 
 
 def test_where_none_makes_the_run_fit_their_combination_is_first(alone: None) -> None:
@@ -252,7 +288,8 @@ def test_a_change_with_more_tensors_than_the_run_is_combined_too(alone: None) ->
 def test_fixes_that_conflict_are_not_combined(alone: None) -> None:
     shrink(1, 0, 300 * MIB, fix="4-bit-weights")
     shrink(2, 1, 100 * MIB, fix="8-bit-weights")
-    assert texts(suggest(two_tensors(400, 400).context(450 * MIB))) == ["8-bit-weights", "4-bit-weights"]
+    context = two_tensors(400, 400).context(450 * MIB, spec=SPEC)
+    assert texts(suggest(context)) == ["8-bit-weights", "4-bit-weights"]
 
 
 def test_the_context_is_in_what_a_run_needs(alone: None) -> None:
@@ -286,10 +323,24 @@ def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alon
     offer(1, 0, 0, value=4)
     offer(2, 0, 0)
     offer(3, 0, 0, change="rows at a time", value=4)
-    found = suggest(two_tensors().context(450 * MIB))
+    found = suggest(two_tensors().context(450 * MIB, spec=SPEC))
     assert [one.fix for one in found] == ["micro-batch=4", "micro-batch", None]
     assert texts(found) == ["micro-batch=4", "micro-batch", "rows at a time"]
     assert list_fix_names(found) == ("micro-batch", "micro-batch")
+
+
+@pytest.mark.parametrize("name", ["compile", "micro-batch", "bfloat16", "8-bit-optimizer", "cpu-offload-optimizer"])
+def test_of_a_script_a_fix_that_no_option_makes_is_told_as_code(alone: None, name: str) -> None:
+    shrink(1, 0, 0, fix=name)
+    profiled, script = (texts(suggest(two_tensors().context(450 * MIB, spec=spec))) for spec in (SPEC, None))
+    assert profiled == [name]
+    assert script == [name if name in script_fix_names() else FIXES[name].describe_in_code()]
+
+
+def test_code_for_a_fix_has_its_value(alone: None) -> None:
+    offer(1, 0, 0, value=4)
+    (found,) = suggest(two_tensors().context(450 * MIB))
+    assert "micro-batches of size 4" in found.text and found.fix == "micro-batch=4"
 
 
 def test_what_saves_enough_and_does_not_fit_says_so(alone: None) -> None:

@@ -1,21 +1,28 @@
 """Runs of a script with fixes: what is not a process of its own is told as if it were."""
 
+import pytest
+
 from memprof.device.catalog import find_gpu
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
 from memprof.flows.gpus import make_device_facts, resolve_settings
-from memprof.flows.ladder.scripts import ScriptRuns, _build_error
+from memprof.flows.ladder.scripts import ScriptRuns, _build_error, search_script_fixes
 from memprof.run_spec import RunSpec
 from memprof.script import Program
+from memprof.trace.events import PhaseKind
 from memprof.trace.facts import Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
 
 NAMES = ("expandable-segments", "activation-checkpointing")
 
 
-def _recorded(fixes):
+def _recorded(fixes, *sizes_of_model, batch=1 << 20):
+    """A model, and a batch for its forward."""
     b = TraceBuilder()
-    b.new(1 << 20)
+    for size in sizes_of_model:
+        b.new(size)
+    b.phase(PhaseKind.FORWARD)
+    b.new(batch)
     gpu = find_gpu("rtx-4090")
     b.trace.facts = Facts(
         command="run",
@@ -38,6 +45,23 @@ def test_every_fix_in_force_is_named_also_the_allocators(monkeypatch):
         assert analyze(run.trace) == run.complete_report()
         assert run.document.allocator.alloc_conf == "expandable_segments:True"
     assert runs.original.document.program.fixes == () and not runs.original.document.allocator.alloc_conf
+
+
+@pytest.mark.parametrize(("sizes_of_model", "tries"), [((5 << 30, 5 << 30), False), ((5 << 30,), True)])
+def test_a_search_tries_no_fix_that_acts_only_later(monkeypatch, sizes_of_model, tries):
+    """A fix of a model acts from its first forward, which a model of 40 GiB does not come to on a GPU of 24 GiB."""
+    tried = []
+
+    def run(self, fixes):
+        tried.extend(map(str, fixes))
+        return _recorded(fixes, *sizes_of_model, batch=5 << 30)
+
+    monkeypatch.setattr(ScriptRuns, "_run", run)
+    _, document = search_script_fixes(Program("a.py"), RunSpec(gpu="rtx-4090"), lambda doing: None)
+    assert bool(tried) is tries and document.verdict.fits is False
+    reason = "all others act from the first call of a model, before which memory runs out"
+    assert document.ladder_reason.endswith(reason) is not tries
+    assert ("acts from the first call" in document.ladder_left_out.get("compile", "")) is not tries
 
 
 def test_a_run_that_fails_says_what_the_script_said() -> None:

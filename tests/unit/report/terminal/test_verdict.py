@@ -40,6 +40,20 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
     return " ".join(to_text(render(document, quiet=True)).split())
 
 
+@pytest.mark.parametrize(
+    ("ended", "need"),
+    [("refused", "The script ended there; it needs at least"), ("exit", "The whole run needs")],
+)
+def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: str) -> None:
+    b = TraceBuilder()
+    b.trace.facts = Facts(
+        device=DeviceFacts("A", 8 * MIB, usable_bytes=8 * MIB), program=ProgramFacts(("a.py",), ended, None, 0, ())
+    )
+    b.new(6 * MIB)
+    text = " ".join(to_text(render(analyze(b.trace), quiet=True)).split())
+    assert f"{need} 24.00 MiB with the CUDA context" in text
+
+
 @pytest.mark.parametrize("misses", [True, False])
 def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool) -> None:
     program = ProgramFacts(("a.py",), "steps", None, 3, (), misses_evaluation=misses)

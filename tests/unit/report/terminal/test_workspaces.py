@@ -43,6 +43,17 @@ def test_the_peak_without_any_and_by_the_bound() -> None:
     assert Report.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
 
 
+@pytest.mark.parametrize(("most_mib", "is_certain"), [(56, True), (57, False)])
+def test_a_run_that_fits_by_the_rule_may_not(most_mib: int, is_certain: bool) -> None:
+    """The GPU has 64 MiB, of which 8 are live where the workspace is taken."""
+    found = document(most_mib * MIB)
+    assert found.verdict.fits
+    text = " ".join(to_text(render(found, quiet=True)).split())
+    assert text.startswith("Fits: needs" if is_certain else "Fits by an estimate: needs")
+    rest = "; it may not fit, if cuDNN takes more for convolutions: tensors take up to 65.00 MiB then."
+    assert text.endswith(rest) is not is_certain
+
+
 def test_nothing_is_said_of_another_gpu() -> None:
     found = document(20 * MIB, "cuda:1")
     assert found.peak.workspaces is None

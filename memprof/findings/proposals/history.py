@@ -1,0 +1,45 @@
+"""Proposes a shorter history for LBFGS, whose state has two vectors of all parameters for each of its iterations.
+
+(PyTorch's documentation of torch.optim.LBFGS: "This is a very memory intensive optimizer (it requires additional
+param_bytes * (history_size + 1) bytes). If it doesn't fit in memory try reducing the history size". Its code keeps two
+such lists, old_dirs and old_stps.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from memprof.findings.evidence import file_and_line, names_of
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import free_earlier
+from memprof.trace.events import Role
+
+HISTORY_SIZE = 10  # proposed; torch's default is 100
+
+_LISTS = ("old_dirs", "old_stps")  # of the state of torch.optim.LBFGS, in the order in which an iteration adds to them
+
+
+@proposes(43)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for the optimizers that keep more iterations: each frees the vectors of the oldest one."""
+    trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
+    lists: dict[tuple[tuple[int, ...], str], list[int]] = defaultdict(list)
+    for index, name in names_of(trace, Role.OPTIMIZER_STATE).items():
+        if name in _LISTS:
+            lists[trace.storages[index].shape, name].append(index)
+    frees: dict[int, int] = {}
+    for own in lists.values():
+        own.sort(key=births.__getitem__)
+        # The oldest is dropped once the newest is there.
+        pairs = zip(own, own[HISTORY_SIZE:], strict=False)
+        frees |= {old: births[new] + 1 for old, new in pairs if births[new] + 1 < deaths[old]}
+    if frees:
+        line = file_and_line(trace.source_line(trace.storages[next(iter(frees))]))
+        kept = max(len(own) for own in lists.values())
+        change = (
+            f"history_size={HISTORY_SIZE} in torch.optim.LBFGS, which steps at {line} and keeps two vectors of all "
+            f"parameters for each iteration, of {kept} so far"
+        )
+        yield Proposal(free_earlier(trace, frees), change)
