@@ -340,3 +340,10 @@ def test_a_number_put_at_a_mask_needs_no_indices(gpu: VirtualGpu, in_place: bool
     made = put((mask,), torch.ones(()))
     assert torch.cuda.max_memory_allocated() - before == (0 if in_place else 4096)
     assert len(made.nonzero()) == 9
+
+
+@pytest.mark.parametrize("count", [1 << 10, 1 << 28])
+def test_numbers_that_are_all_alike_are_computed_at_any_size(count: int) -> None:
+    with VirtualGpu(find_gpu("a100-80gb")):
+        ones = torch.ones(count, dtype=torch.long, device="cuda")
+        assert int((ones + 41)[0]) == 42 and int(ones.mul(7).sum()) == 7 * count
