@@ -324,6 +324,15 @@ class FirstStep(NamedTuple):
     states: tuple[int, ...]  # of each, how many tensors of its size the optimizer still makes as its state
 
 
+class MovedModel(NamedTuple):
+    """A model that was being moved when memory ran out."""
+
+    class_name: str
+    num_parameters: int
+    num_bytes: int  # of its parameters and buffers, moved or not
+    dtype: str  # of most of these bytes
+
+
 class VmapCall(NamedTuple):
     """One call that torch.func.vmap makes of a function for a batch, or for a chunk of it."""
 
@@ -468,6 +477,7 @@ class Trace:
     untrained_spans: list[UntrainedSpan] = field(default_factory=list)
     # Of optimizers that had made no step; of a simulated run that a failed allocation ended.
     first_steps: list[FirstStep] = field(default_factory=list)
+    moved_model: MovedModel | None = None  # of a simulated run that a failed allocation ended
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)

@@ -161,7 +161,7 @@ class VirtualGpu(Watch):
             # Out of memory on the GPU is the verdict of the run, and no failure.
             self.recorder.trace.refused.pop()
             self.recorder.trace.ended_out_of_memory = True
-            self._record_first_steps(self.recorder.trace, self.recorder.storages.get_index)
+            self._record_what_was_to_come(self.recorder.trace, error, self.recorder.storages.get_index)
         elif (unsupported := self.unsupported) is not None:
             self.recorder.trace.failure = unsupported
         elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):

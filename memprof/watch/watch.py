@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.patching import PatchSet
 from memprof.torch_private import autograd, tensors
-from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
+from memprof.trace.events import MovedModel, Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
 from memprof.watch.first_steps import list_first_steps
 from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
@@ -31,6 +32,7 @@ _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 # Name of the attribute in which an exception stores the phase that raised it. (A table of exceptions would keep their
 # tensors alive.)
 _PHASE_ATTRIBUTE = "_memprof_phase"
+_MOVED_MODEL_ATTRIBUTE = "_memprof_moved_model"
 _INPUTS = slice(4, 5)  # argument of autograd's engine: the tensors to whose gradients a backward pass is limited
 
 
@@ -123,9 +125,13 @@ class Watch(ABC):
         trace.trains = self.phases.trains
         trace.updates_parameters_manually = self.phases.updates_parameters_manually
 
-    def _record_first_steps(self, trace: Trace, get_index: Callable[[torch.Tensor], int]) -> None:
-        """Write into `trace` what optimizers without a step still make; `get_index`: a tensor's storage, or NONE."""
+    def _record_what_was_to_come(
+        self, trace: Trace, error: BaseException | None, get_index: Callable[[torch.Tensor], int]
+    ) -> None:
+        """Write into `trace`, which the out-of-memory `error` ended, the model that it kept from being moved, and what
+        optimizers without a step still make; `get_index` returns a tensor's storage, or NONE."""
         with torch.DisableTorchFunction():
+            trace.moved_model = None if error is None else vars(error).get(_MOVED_MODEL_ATTRIBUTE)
             trace.first_steps = list(list_first_steps(self.phases.list_optimizers_without_step(), get_index))
 
     def _watch_program(self) -> None:
@@ -192,6 +198,9 @@ class Watch(ABC):
             is_inside = True
             try:
                 return original(module, *args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                vars(error)[_MOVED_MODEL_ATTRIBUTE] = _describe_moved_model(module)
+                raise
             finally:
                 is_inside = False
                 self._set_role(module.parameters(), Role.PARAMETER)
@@ -315,3 +324,13 @@ def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 leaves.append(node.variable)
             pending += [next_node for next_node, _ in node.next_functions]
     return leaves
+
+
+def _describe_moved_model(module: nn.Module) -> MovedModel:
+    with torch.DisableTorchFunction():
+        parameters = list(module.parameters())
+        num_bytes = Counter[str]()
+        for tensor in (*parameters, *module.buffers()):
+            num_bytes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
+        (dtype, _), *_ = num_bytes.most_common(1) or [("float32", 0)]
+        return MovedModel(type(module).__name__, sum(p.numel() for p in parameters), num_bytes.total(), dtype)

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from memprof.device.catalog import custom_gpu
 from memprof.flows.gpus import RunAllocator, resolve_settings
-from memprof.trace.events import NONE, FirstStep, Trace
+from memprof.trace.events import NONE, FirstStep, MovedModel, Trace
 from memprof.units import GIB
 from memprof.virtual import VirtualGpu
 
@@ -70,3 +70,22 @@ def test_a_parameter_may_have_no_gradient_yet() -> None:
         optimizer = Adam([weight])
         torch.empty(1 << 40, device="cuda")
     assert optimizer and gpu.trace.first_steps == [FirstStep((0,), (NONE,), (2,))]
+
+
+def test_the_model_that_was_being_moved_is_known() -> None:
+    large = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(1 << 14, 1 << 14, bias=False, device="meta"))
+    large = large.to_empty(device="cpu")
+    with contextlib.suppress(torch.OutOfMemoryError), full_gpu() as gpu:
+        nn.Linear(64, 64).cuda()
+        large.cuda()
+    numbers = 8 * 8 + 8 + 2 * 8 + (1 << 28)
+    assert gpu.trace.moved_model == MovedModel("Sequential", numbers, 4 * (numbers + 2 * 8) + 8, "float32")
+
+
+def test_a_model_that_was_not_moved_is_none_of_what_ended_the_run() -> None:
+    """The program has caught that error, and met another."""
+    with contextlib.suppress(torch.OutOfMemoryError), full_gpu() as gpu:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            nn.Linear(1 << 14, 1 << 14, bias=False).cuda()
+        torch.empty(1 << 40, device="cuda")
+    assert gpu.trace.ended_out_of_memory and gpu.trace.moved_model is None

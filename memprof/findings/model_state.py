@@ -1,0 +1,46 @@
+"""Rule `model-state`: a model whose parameters, or these with gradients and optimizer state, are more than the GPU."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import format_shape, param_names, percent
+from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.first_step import compute_first_step_bytes
+from memprof.findings.suggestions import list_fix_names, suggest
+from memprof.trace.events import Trace
+from memprof.units import format_bytes, format_count
+
+LARGE_SHARE = 0.5  # of the parameters' bytes: one that has as many is named
+
+
+@rule(35)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding, where memory ended the run before the first optimizer step; `num_bytes` is what the
+    parameters alone take, or the least that the first step needs."""
+    trace, usable_bytes = context.ledger.trace, context.usable_bytes
+    if usable_bytes is None or not trace.ended_out_of_memory:
+        return []
+    model, step_bytes = trace.moved_model, compute_first_step_bytes(context, trace)
+    if model is not None and model.num_bytes > usable_bytes:
+        count, num_bytes = format_count(model.num_parameters), model.num_bytes
+        title = f"{model.class_name} has {count} parameters in {model.dtype}, {format_bytes(num_bytes)}"
+    elif step_bytes > usable_bytes:
+        num_bytes = step_bytes
+        title = f"Parameters, gradients and optimizer state alone take at least {format_bytes(num_bytes)}"
+        title += _describe_largest_parameter(trace)
+    else:
+        return []
+    title += f": more than the {format_bytes(usable_bytes)} that the GPU has for them"
+    found = suggest(context)
+    fixes = list_fix_names(found)
+    return [Finding("model-state", Severity.WARNING, title, num_bytes, (), fixes, is_decisive=True, suggestions=found)]
+
+
+def _describe_largest_parameter(trace: Trace) -> str:
+    """Return words for the parameter with at least LARGE_SHARE of the bytes of all that optimizers have; else none."""
+    indices = {index for step in trace.first_steps for index in step.parameters}
+    largest = max(indices, key=lambda index: trace.storages[index].num_bytes)
+    num_bytes, total = trace.storages[largest].num_bytes, sum(trace.storages[index].num_bytes for index in indices)
+    if num_bytes < LARGE_SHARE * total or len(indices) == 1:
+        return ""
+    name, shape = param_names(trace)[largest], format_shape(trace.storages[largest].shape)
+    return f" ({percent(num_bytes, total)} of the parameters: `{name}` {shape})"

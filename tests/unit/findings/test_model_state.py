@@ -1,0 +1,62 @@
+"""A model that is too large for the GPU is the cause, however memory ran out."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Finding, model_state
+from memprof.trace.events import NONE, FirstStep, MovedModel, PhaseKind
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
+
+
+def training(*rows: int, num_states: int = 2) -> TraceBuilder:
+    """Parameters of 1 MiB a row, without gradients and state, when memory runs out."""
+    b = TraceBuilder()
+    parameters = tuple(b.parameter(f"layer.{i}.weight", n, 1 << 18) for i, n in enumerate(rows))
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(1000 * MIB)
+    b.trace.ended_out_of_memory = True
+    nothing = (NONE,) * len(rows)
+    b.trace.first_steps = [FirstStep(parameters, nothing, (num_states,) * len(rows))]
+    return b
+
+
+def found(b: TraceBuilder, usable_mib: int) -> list[Finding]:
+    return model_state.find(b.context(usable_mib * MIB))
+
+
+@pytest.mark.parametrize(("usable_mib", "is_cause"), [(399, True), (400, False)])
+@pytest.mark.parametrize("num_states", [0, 2])
+def test_parameters_gradients_and_state(usable_mib: int, is_cause: bool, num_states: int) -> None:
+    """100 MiB of parameters and of gradients, and two states of as much; without state the half."""
+    findings = found(training(30, 70, num_states=num_states), usable_mib - (2 - num_states) * 100)
+    assert [(one.is_decisive, one.num_bytes) for one in findings] == [(True, (200 + 100 * num_states) * MIB)] * is_cause
+
+
+@pytest.mark.parametrize(("rows", "is_named"), [((50, 50), True), ((49, 26, 25), False), ((100,), False)])
+def test_a_parameter_that_is_half_of_all_is_named(rows: tuple[int, ...], is_named: bool) -> None:
+    (finding,) = found(training(*rows), 300)
+    share = "50% of the parameters: `layer.0.weight` [50 x 262144]"
+    assert finding.title == (
+        f"Parameters, gradients and optimizer state alone take at least 400.00 MiB{f' ({share})' * is_named}: "
+        "more than the 300.00 MiB that the GPU has for them"
+    )
+
+
+def test_a_run_that_did_not_end_there_or_was_only_inference_has_no_such_cause() -> None:
+    b = training(100)
+    b.trace.ended_out_of_memory = False
+    assert not found(b, 300)
+    b.trace.ended_out_of_memory, b.trace.first_steps = True, []
+    assert not found(b, 300)
+
+
+@pytest.mark.parametrize(("usable_mib", "is_cause"), [(299, True), (300, False)])
+def test_a_model_that_was_being_moved(usable_mib: int, is_cause: bool) -> None:
+    b = training(100)
+    b.trace.first_steps = []
+    b.trace.moved_model = MovedModel("Net", 75 << 20, 300 * MIB, "float32")
+    titles = [finding.title for finding in found(b, usable_mib)]
+    expected = "Net has 78.64M parameters in float32, 300.00 MiB: more than the 299.00 MiB that the GPU has for them"
+    assert titles == [expected] * is_cause
