@@ -222,10 +222,11 @@ def _check_references(trace: Trace) -> None:
     for module in trace.modules:
         if module.role is ModuleRole.LAYER:
             _ = module.number
+    forwards = [*trace.forwards, *([] if trace.failed_forward is None else [trace.failed_forward])]
     storage_indices = {
         index
         for row in (
-            *(f.outputs for f in trace.forwards),
+            *(f.outputs for f in forwards),
             *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
             *(span.storages for span in trace.untrained_spans),
         )
@@ -233,9 +234,12 @@ def _check_references(trace: Trace) -> None:
     }
     if not (
         all(0 <= index < len(trace.storages) for index in storage_indices)
-        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
+        and all(
+            0 <= call.module < len(trace.modules) and call.source < len(trace.sources)
+            for call in (*forwards, *trace.eval_calls)
+        )
     ):
-        raise ValueError("a forward, a holder or a span points outside its tables")
+        raise ValueError("a call, a holder or a span points outside its tables")
     if any(
         not 0 <= call.begin <= call.end <= len(trace.events) or call.source >= len(trace.sources)
         for call in trace.vmaps

@@ -71,6 +71,7 @@ class GrowthWatch:
     def record_call(self, module: nn.Module, index: int) -> None:
         """Record an outermost call, outside backward passes, of `module`, which has `index` in the trace."""
         trace = self._recorder.trace
+        trace.failed_forward = None
         self._record_step_begin()
         if not self._call_samples:
             self._calls_first_storage = len(trace.storages)
@@ -108,6 +109,13 @@ class GrowthWatch:
                 MIN_CALL_GROWTH_BYTES,
             )
             self._search_holders(grown_keys, self._calls_first_storage)
+
+    def record_out_of_memory(self) -> None:
+        """Record that memory has run out, perhaps in an outermost call of a module."""
+        if self._running_call is not None and self._recorder.modules.current_index != NONE:
+            trace, (begin, module, source, training, node_number) = self._recorder.trace, self._running_call
+            nodes = 0 if node_number is None else autograd.get_sequence_nr() - node_number
+            trace.failed_forward = Forward(begin, len(trace.events), module, source, training, nodes, ())
 
     def record_run_end(self) -> None:
         """Record that the program has ended, while its variables are still alive."""
