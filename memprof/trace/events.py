@@ -269,6 +269,14 @@ class EvalCall(NamedTuple):
     source: int  # index in Trace.sources: the line that calls it
 
 
+class FrozenInVain(NamedTuple):
+    """A module whose attribute `requires_grad` the program has set to False, which does nothing to its parameters."""
+
+    module: int  # index in Trace.modules
+    source: str | None  # `file:line function` of the line that sets it; None: not known
+    parameters: tuple[int, ...]  # storages of its parameters, which all require gradients
+
+
 class Holder(NamedTuple):
     """The variable or container that keeps accumulating tensors live, as found while the program ran."""
 
@@ -461,6 +469,7 @@ class Trace:
     # The outermost call in which the program ran out of memory, if it did not go on; of a simulated run.
     failed_forward: Forward | None = None
     eval_calls: list[EvalCall] = field(default_factory=list)  # of models that were called before; of a simulated run
+    frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
     # Whether the program has switched on activation checkpointing in a model that it trains (in a simulated run).
     checkpoints: bool = False
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors

@@ -229,6 +229,7 @@ def _check_references(trace: Trace) -> None:
             *(f.outputs for f in forwards),
             *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
             *(span.storages for span in trace.untrained_spans),
+            *(frozen.parameters for frozen in trace.frozen_in_vain),
         )
         for index in row
     }
@@ -238,6 +239,7 @@ def _check_references(trace: Trace) -> None:
             0 <= call.module < len(trace.modules) and call.source < len(trace.sources)
             for call in (*forwards, *trace.eval_calls)
         )
+        and all(0 <= frozen.module < len(trace.modules) for frozen in trace.frozen_in_vain)
     ):
         raise ValueError("a call, a holder or a span points outside its tables")
     if any(

@@ -1,5 +1,5 @@
-"""Watch over the memory that a program keeps: what accumulates, what is no longer used, what caught errors hold, gradients
-that no optimizer has, and settings of models that decide what autograd keeps."""
+"""Watch over the memory that a program keeps: what accumulates, what is no longer used, what caught errors hold,
+gradients that no optimizer has, and settings of models that decide what autograd keeps."""
 
 from __future__ import annotations
 

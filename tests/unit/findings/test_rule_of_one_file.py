@@ -42,7 +42,7 @@ def test_rules_are_asked_in_this_order():
     assert names == [
         "run_failed", "device_mismatch", "does_not_fit", "out_of_memory_caught", "memory_growth", "idle_memory",
         "larger_batch", "evaluation_batch", "evaluation_accumulates", "evaluation_with_gradients",
-        "eval_mode", "untrained_gradients", "fragmentation",
+        "eval_mode", "frozen_in_vain", "untrained_gradients", "fragmentation",
         "streams", "duplicate_gradients", "state_not_sharded", "unsharded_group", "kept_unsharded", "weight_delta",
         "prefetch", "float32_reduction", "unreduced_gradients", "logits", "attention_scores", "graph_breaks",
         "compiled_saved_tensors", "upcast", "weight_cache", "optimizer_state", "vocabulary", "positions",

@@ -120,3 +120,42 @@ def test_checkpointing_of_the_program_is_not_proposed_to_it() -> None:
     assert context.ledger.trace.checkpoints and not is_applicable(context, FIXES["activation-checkpointing"])
     context.ledger.trace.checkpoints = False
     assert is_applicable(context, FIXES["activation-checkpointing"])
+
+
+def freeze(model: nn.Module) -> None:
+    model.layers[0].requires_grad = False
+
+
+def freeze_as_well(model: nn.Module) -> None:
+    freeze(model)
+    model.layers[0].requires_grad_(False)
+
+
+def train_part(do: Callable[[nn.Module], object]) -> None:
+    model = Model().cuda()
+    do(model)
+    model(batch()).mean().backward()
+
+
+def test_a_module_that_is_frozen_by_an_attribute() -> None:
+    context = run(lambda: train_part(freeze))
+    (frozen,) = context.ledger.trace.frozen_in_vain
+    assert len(frozen.parameters) == 4 and frozen.source is not None and frozen.source.endswith(" freeze")
+    (finding,) = told(context, "frozen-in-vain")
+    assert "on `layers.0` (Layer) sets an attribute" in finding.title
+    assert finding.evidence[0].text.endswith("call the method: module.requires_grad_(False)")
+
+
+@pytest.mark.parametrize("do", [freeze_as_well, lambda model: model.requires_grad_(True)])
+def test_modules_that_are_frozen_by_the_method_or_not_at_all(do: Callable[[nn.Module], object]) -> None:
+    assert not run(lambda: train_part(do)).ledger.trace.frozen_in_vain
+
+
+def test_a_module_whose_parameters_get_no_gradients() -> None:
+    def call(model: nn.Module) -> None:
+        freeze(model)
+        model(batch())
+        model.requires_grad_(False)
+        model.layers[1].requires_grad_(True)
+
+    assert not told(run(lambda: train_part(call)), "frozen-in-vain")
