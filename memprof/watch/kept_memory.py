@@ -15,11 +15,14 @@ from memprof.watch.phases import Phases
 from memprof.watch.recorder import Recorder
 from memprof.watch.untrained import UntrainedDetector
 
+MAX_ERRORS = 2  # out-of-memory errors at which objects are searched: a program that catches them may raise any number
+
 
 class KeptMemoryWatch:
     """The searches for what a program keeps, each at the moments at which its objects can show it."""
 
     def __init__(self, recorder: Recorder, phases: Phases) -> None:
+        self._num_errors = 0  # out-of-memory errors at which objects were searched
         self.growth = GrowthWatch(recorder)
         self._idle = IdleWatch(recorder, self.growth.search)
         self.caught_errors = CaughtErrorWatch(recorder, self.growth.search)
@@ -43,7 +46,10 @@ class KeptMemoryWatch:
         self.caught_errors.record_error(error)
         if has_phases:
             self.growth.record_out_of_memory()
-            self._idle.record_out_of_memory()
+            if self._num_errors < MAX_ERRORS:
+                self._num_errors += 1
+                self._idle.record_out_of_memory()
+                self.untrained.record_out_of_memory()
 
     def record_run_end(self) -> None:
         """Record the end of the program, with its variables still alive."""
