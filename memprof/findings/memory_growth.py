@@ -27,6 +27,7 @@ from memprof.findings.growth import (
     holder_fix_evidence,
     is_of_model,
     leak_evidence,
+    list_equal_sums,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
@@ -44,9 +45,12 @@ def find(context: Context) -> list[Finding]:
     """
     steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
+    reported = _find_reported_leaks(context)
+    told = {other for holder, leaks in reported.items() for other in list_equal_sums(context, holder, leaks)}
     findings: list[Finding | None] = [
         _make_finding(context, holder, leaks, len(steps), growth)
-        for holder, leaks in _find_reported_leaks(context).items()
+        for holder, leaks in reported.items()
+        if holder not in told
     ]
     until_peak = find_growth_until_peak(context)
     if until_peak is not None:
@@ -85,7 +89,8 @@ def _make_finding(
 ) -> Finding:
     per_step = sum(leak.bytes_each for leak in leaks)
     trace = context.ledger.trace
-    evidence = [holder_evidence(holder)]
+    others = list_equal_sums(context, holder, leaks)
+    evidence = [holder_evidence(one) for one in (holder, *others)]
     evidence += leak_evidence(trace, leaks, "step")
     needs = None
     if trace.last_uses and not context.ledger.run.fits:
@@ -96,7 +101,7 @@ def _make_finding(
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
     kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
-    evidence.append(_make_fix_evidence(holder, kept))
+    evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -105,12 +110,13 @@ def _make_finding(
         "memory-growth",
         severity,
         # Of a run that memory ended too: the steps that would follow add as much as these.
-        _format_title(trace, holder, leaks, num_steps) + "; without them the run fits" * is_decisive(context, needs),
+        _format_title(trace, [holder, *others], leaks, num_steps)
+        + "; without them the run fits" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=make_holder_edit(trace, holder, _choose_kind(kept)),
+        edit=None if others else make_holder_edit(trace, holder, _choose_kind(kept)),
     )
 
 
@@ -186,8 +192,8 @@ def _make_backward_evidence(trace: Trace) -> Evidence:
     return Evidence(text, source=source)
 
 
-def _format_title(trace: Trace, holder: Holder | None, leaks: list[LeakGroup], num_steps: int) -> str:
-    kept_by, bytes_per_step = format_holders(holder), sum(leak.bytes_each for leak in leaks)
+def _format_title(trace: Trace, holders: list[Holder | None], leaks: list[LeakGroup], num_steps: int) -> str:
+    kept_by, bytes_per_step = format_holders(*holders, word="or"), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
