@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import (
@@ -35,6 +36,8 @@ from memprof.trace.events import CycleKind, Holder, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
+
+_MIN_CALL_SHARE = 0.01  # of what calls keep: calls at lines that keep less, as those of a loss, are no rounds
 
 
 @rule(50)
@@ -149,7 +152,7 @@ def _make_finding_until_peak(
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
     if growth.unit == CALL:
-        evidence.append(_make_backward_evidence(context.ledger.trace))
+        evidence.append(_make_backward_evidence(context, holder, storages))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
@@ -157,9 +160,10 @@ def _make_finding_until_peak(
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
+    graphs = f": the graphs of {growth.rounds} calls wait for one backward" if growth.unit == CALL else ""
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
-        f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
+        f"{format_bytes(num_bytes)} at the peak{graphs}{format_holders(holder)}"
     )
     return Finding(
         "memory-growth",
@@ -179,15 +183,20 @@ def _find_ends_of_calls(context: Context, growth: GrowthUntilPeak, storages: lis
     return {index: ends[bisect.bisect_left(ends, births[index])] + 1 for index in storages if births[index] <= ends[-1]}
 
 
-def _make_backward_evidence(trace: Trace) -> Evidence:
-    """Return evidence with the fix for calls whose graphs wait for one backward pass."""
-    with_graph = {forward.source for forward in trace.forwards if forward.nodes}
-    if len(with_graph) > 1:  # a round is several calls, such as the inner steps of a task and what is asked of it then
-        text = (
-            "fix: call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
-        )
-        return Evidence(text)
-    source = trace.source_at(trace.forwards[-1].source)
+def _make_backward_evidence(context: Context, holder: Holder | None, storages: list[int]) -> Evidence:
+    """Return evidence with the fix for calls whose graphs wait for one backward pass: at the line of their sum, else of
+    the calls that make `storages`, if it is one."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    sizes: Counter[int] = Counter()
+    for forward in trace.forwards:
+        made = [index for index in storages if forward.begin <= births[index] < forward.end]
+        sizes[forward.source] += context.lifetimes.sum_bytes(made)
+    sources = [source for source, num_bytes in sizes.items() if num_bytes >= _MIN_CALL_SHARE * sizes.total()]
+    # A round is several calls, such as the inner steps of a task and what is asked of it then.
+    if (holder is not None and holder.fills) or len(sources) > 1:
+        fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
+        return holder_fix_evidence(holder, fix)
+    source = trace.source_at(sources[0])
     text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
     return Evidence(text, source=source)
 

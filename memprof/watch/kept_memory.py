@@ -50,6 +50,7 @@ class KeptMemoryWatch:
                 self._num_errors += 1
                 self._idle.record_out_of_memory()
                 self.untrained.record_out_of_memory()
+                self.growth.find_sums_of_calls()
 
     def record_run_end(self) -> None:
         """Record the end of the program, with its variables still alive."""
