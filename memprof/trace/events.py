@@ -469,6 +469,8 @@ class Trace:
     # The outermost call in which the program ran out of memory, if it did not go on; of a simulated run.
     failed_forward: Forward | None = None
     eval_calls: list[EvalCall] = field(default_factory=list)  # of models that were called before; of a simulated run
+    # Storages of pairs of a column [N, 1] and a row [N], the first of each shape and line; of a simulated run.
+    column_broadcasts: list[int] = field(default_factory=list)
     frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
     # Whether the program has switched on activation checkpointing in a model that it trains (in a simulated run).
     checkpoints: bool = False

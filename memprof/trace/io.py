@@ -202,7 +202,7 @@ def _check_references(trace: Trace) -> None:
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used_storages = (use.storage for use in trace.uses)
-    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients)
+    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients, *trace.column_broadcasts)
     if any(not 0 <= index < len(trace.storages) for index in own_indices):
         raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")
     if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):

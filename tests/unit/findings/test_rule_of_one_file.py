@@ -44,7 +44,8 @@ def test_rules_are_asked_in_this_order():
         "larger_batch", "evaluation_batch", "evaluation_accumulates", "evaluation_with_gradients",
         "eval_mode", "frozen_in_vain", "untrained_gradients", "fragmentation",
         "streams", "duplicate_gradients", "state_not_sharded", "unsharded_group", "kept_unsharded", "weight_delta",
-        "prefetch", "float32_reduction", "unreduced_gradients", "logits", "attention_scores", "graph_breaks",
+        "prefetch", "float32_reduction", "unreduced_gradients", "column_with_row",
+        "logits", "attention_scores", "graph_breaks",
         "compiled_saved_tensors", "upcast", "weight_cache", "optimizer_state", "vocabulary", "positions",
         "unattributed",
     ]  # fmt: skip
