@@ -27,10 +27,10 @@ def _make_finding(context: Context, source: str | None, frozen: list[FrozenInVai
     """Return the finding; None if the parameters get no gradients, and not because memory runs out before."""
     trace = context.ledger.trace
     modules = [trace.modules[one.module] for one in frozen]
-    parameters = sorted({index for one in frozen for index in one.parameters})
-    names = {trace.owners[index].name for index in parameters if index in trace.owners}
+    parameters = sorted({index for one in frozen for index in one.parameters if index in trace.owners})
+    names = {trace.owners[index].name for index in parameters}
     gradients = [index for index, name in names_of(trace, Role.GRADIENT).items() if name in names]
-    if not gradients and not trace.ended_out_of_memory:
+    if not parameters or not (gradients or trace.ended_out_of_memory):
         return None
     shown = ", ".join(f"`{module.path or 'model'}`" for module in modules[:_MOST_SHOWN])
     more = f" and {len(modules) - _MOST_SHOWN} more" * (len(modules) > _MOST_SHOWN)
