@@ -274,6 +274,19 @@ def is_running_sum(holder: Holder) -> bool:
     return not holder.kind and holder.node_steps > 1
 
 
+def list_equal_sums(context: Context, holder: Holder | None, leaks: list[LeakGroup]) -> list[Holder]:
+    """Return the other running sums whose graphs span as many steps as that of `holder`. Any of these may keep what the
+    graph of `holder` is said to: those of `leaks` that it does not have itself."""
+    trace = context.ledger.trace
+    if holder is None or not is_running_sum(holder) or find_holder_keys(trace, holder).issuperset(k.key for k in leaks):
+        return []
+    return [
+        other
+        for other, own in find_step_leaks(context).items()
+        if other not in (None, holder) and not own and is_running_sum(other) and other.node_steps == holder.node_steps
+    ]
+
+
 def describe_holder(holder: Holder) -> str:
     """Return the kind and name of `holder`, as in "list `losses`"."""
     kind = holder.kind or "variable"
@@ -282,14 +295,15 @@ def describe_holder(holder: Holder) -> str:
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def format_holders(*holders: Holder | None) -> str:
-    """Return text that names `holders` and the lines that fill them, for the end of a title; "" if all are None."""
+def format_holders(*holders: Holder | None, word: str = "and") -> str:
+    """Return text that names `holders` and the lines that fill them, joined by `word`, for the end of a title; "" if
+    all are None."""
     names = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
         if holder is not None
     ]
-    return f", kept by {' and '.join(names)}" if names else ""
+    return f", kept by {f' {word} '.join(names)}" if names else ""
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:

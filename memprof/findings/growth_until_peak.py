@@ -78,7 +78,8 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
                 if not any(_is_input(trace, index) for leak in leaks for index in leak.storages):
                     continue  # calls without inputs of their own compute with the results of others
                 # One backward frees all.
-                holders = {next((holder for holder in holders if holder is not None), None): leaks}
+                held = (holder for holder in (*holders, _find_sum_of_calls(trace, ends)) if holder is not None)
+                holders = {next(held, None): leaks}
             return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
     return None
 
@@ -114,6 +115,12 @@ def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
         modules = [forward.module for forward in trace.forwards if forward.nodes and forward.training]
         for module, _ in Counter(modules).most_common(1):
             yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.module == module]
+
+
+def _find_sum_of_calls(trace: Trace, ends: list[int]) -> Holder | None:
+    """Return the variable whose graph has the most nodes, of those that were found after the last of the calls."""
+    sums = [holder for holder in trace.holders if not holder.kind and holder.nodes and holder.event > ends[-1]]
+    return max(sums, key=lambda holder: holder.nodes, default=None)
 
 
 def _is_input(trace: Trace, index: int) -> bool:

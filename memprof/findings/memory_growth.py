@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import (
@@ -27,6 +28,7 @@ from memprof.findings.growth import (
     holder_fix_evidence,
     is_of_model,
     leak_evidence,
+    list_equal_sums,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.ledger.steps import list_training_steps
@@ -34,6 +36,8 @@ from memprof.trace.events import CycleKind, Holder, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
+
+_MIN_CALL_SHARE = 0.01  # of what calls keep: calls at lines that keep less, as those of a loss, are no rounds
 
 
 @rule(50)
@@ -44,9 +48,12 @@ def find(context: Context) -> list[Finding]:
     """
     steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
+    reported = _find_reported_leaks(context)
+    told = {other for holder, leaks in reported.items() for other in list_equal_sums(context, holder, leaks)}
     findings: list[Finding | None] = [
         _make_finding(context, holder, leaks, len(steps), growth)
-        for holder, leaks in _find_reported_leaks(context).items()
+        for holder, leaks in reported.items()
+        if holder not in told
     ]
     until_peak = find_growth_until_peak(context)
     if until_peak is not None:
@@ -85,7 +92,8 @@ def _make_finding(
 ) -> Finding:
     per_step = sum(leak.bytes_each for leak in leaks)
     trace = context.ledger.trace
-    evidence = [holder_evidence(holder)]
+    others = list_equal_sums(context, holder, leaks)
+    evidence = [holder_evidence(one) for one in (holder, *others)]
     evidence += leak_evidence(trace, leaks, "step")
     needs = None
     if trace.last_uses and not context.ledger.run.fits:
@@ -96,7 +104,7 @@ def _make_finding(
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
     kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
-    evidence.append(_make_fix_evidence(holder, kept))
+    evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -105,12 +113,13 @@ def _make_finding(
         "memory-growth",
         severity,
         # Of a run that memory ended too: the steps that would follow add as much as these.
-        _format_title(trace, holder, leaks, num_steps) + "; without them the run fits" * is_decisive(context, needs),
+        _format_title(trace, [holder, *others], leaks, num_steps)
+        + "; without them the run fits" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=make_holder_edit(trace, holder, _choose_kind(kept)),
+        edit=None if others else make_holder_edit(trace, holder, _choose_kind(kept)),
     )
 
 
@@ -143,7 +152,7 @@ def _make_finding_until_peak(
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
     if growth.unit == CALL:
-        evidence.append(_make_backward_evidence(context.ledger.trace))
+        evidence.append(_make_backward_evidence(context, holder, storages))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         fix = "keep for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
@@ -151,9 +160,10 @@ def _make_finding_until_peak(
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
+    graphs = f": the graphs of {growth.rounds} calls wait for one backward" if growth.unit == CALL else ""
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
-        f"{format_bytes(num_bytes)} at the peak{format_holders(holder)}"
+        f"{format_bytes(num_bytes)} at the peak{graphs}{format_holders(holder)}"
     )
     return Finding(
         "memory-growth",
@@ -173,21 +183,26 @@ def _find_ends_of_calls(context: Context, growth: GrowthUntilPeak, storages: lis
     return {index: ends[bisect.bisect_left(ends, births[index])] + 1 for index in storages if births[index] <= ends[-1]}
 
 
-def _make_backward_evidence(trace: Trace) -> Evidence:
-    """Return evidence with the fix for calls whose graphs wait for one backward pass."""
-    with_graph = {forward.source for forward in trace.forwards if forward.nodes}
-    if len(with_graph) > 1:  # a round is several calls, such as the inner steps of a task and what is asked of it then
-        text = (
-            "fix: call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
-        )
-        return Evidence(text)
-    source = trace.source_at(trace.forwards[-1].source)
+def _make_backward_evidence(context: Context, holder: Holder | None, storages: list[int]) -> Evidence:
+    """Return evidence with the fix for calls whose graphs wait for one backward pass: at the line of their sum, else of
+    the calls that make `storages`, if it is one."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    sizes: Counter[int] = Counter()
+    for forward in trace.forwards:
+        made = [index for index in storages if forward.begin <= births[index] < forward.end]
+        sizes[forward.source] += context.lifetimes.sum_bytes(made)
+    sources = [source for source, num_bytes in sizes.items() if num_bytes >= _MIN_CALL_SHARE * sizes.total()]
+    # A round is several calls, such as the inner steps of a task and what is asked of it then.
+    if (holder is not None and holder.fills) or len(sources) > 1:
+        fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
+        return holder_fix_evidence(holder, fix)
+    source = trace.source_at(sources[0])
     text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
     return Evidence(text, source=source)
 
 
-def _format_title(trace: Trace, holder: Holder | None, leaks: list[LeakGroup], num_steps: int) -> str:
-    kept_by, bytes_per_step = format_holders(holder), sum(leak.bytes_each for leak in leaks)
+def _format_title(trace: Trace, holders: list[Holder | None], leaks: list[LeakGroup], num_steps: int) -> str:
+    kept_by, bytes_per_step = format_holders(*holders, word="or"), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"

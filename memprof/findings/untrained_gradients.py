@@ -27,29 +27,42 @@ _MOST_SHOWN = 3
 @rule(75)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak without the gradients, and without what
-    autograd saves for these alone."""
+    autograd saves for these alone.
+
+    Where memory runs out before there are gradients, or in the first step, a call in eval mode says as much as these.
+    """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     gradients = [index for index in trace.untrained_gradients if trace.storages[index].device == trace.device]
-    steps = {phase.step for _, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP}
-    if not gradients or len(steps) < MIN_STEPS or any(_is_read(context, index) for index in gradients):
+    if any(_is_read(context, index) for index in gradients):
         return []
     saved = _find_saved(context)
+    steps = {phase.step for _, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP}
+    call = _find_call(context, [*saved, *gradients])
+    is_early = not gradients or len(steps) < MIN_STEPS
+    if is_early and not (trace.ended_out_of_memory and call and not call.training and _leads_to_none(context, call)):
+        return []
     unsaved = [Saving(time, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, time in saved.items()]
     num_bytes = lifetimes.peak_reduction([*lifetimes.savings(gradients), *unsaved])
     if num_bytes < MIN_BYTES or num_bytes < MIN_SHARE * context.ledger.peak_bytes:
         return []
-    max_live = lifetimes.find_max_live(gradients)
-    call = _find_call(context, [*saved, *gradients])
+    max_live, max_saved = lifetimes.find_max_live(gradients), lifetimes.find_max_live(saved)
     source = None if call is None else trace.source_at(call.source)
     line = file_and_line(source)
     name = "" if call is None else f" of {trace.modules[call.module].class_name}, called at {line},"
     run, changed = context.ledger.run, free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_memory_needs(changed, run.gpu, run.config, run.release)
     decides = is_decisive(context, needs)
-    title = (
+    what = (
         f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that no optimizer updates: "
-        f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone, the peak is "
-        f"{format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
+        f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone,"
+    )
+    if is_early and call is not None:
+        what = (
+            f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no "
+            f"optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; without these"
+        )
+    title = (
+        f"{what} the peak is {format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
         f"{f'; then {describe_cure(context)}' * decides}"
     )
     fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
@@ -62,7 +75,7 @@ def find(context: Context) -> list[Finding]:
         Evidence(fix, source=None if edit is None else source),
         Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
         *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:_MOST_SHOWN],
-        *tensors_evidence(context, saved, lifetimes.find_max_live(saved).event, lambda index: "saved")[:_MOST_SHOWN],
+        *tensors_evidence(context, saved, max_saved.event, lambda index: "saved")[:_MOST_SHOWN],
     )
     return [
         Finding("untrained-gradients", Severity.WARNING, title, num_bytes, lines, (), is_decisive=decides, edit=edit)
@@ -80,11 +93,14 @@ def _find_saved(context: Context) -> dict[int, int]:
     gradients alone."""
     trace, births = context.ledger.trace, context.lifetimes.births
     outputs = {index for forward in trace.forwards for index in forward.outputs}  # variables may keep them
+    # Where memory runs out, a backward that was to come has used nothing yet.
+    kept = context.lifetimes.at_peak if trace.ended_out_of_memory else frozenset()
     return {
         index: _find_end_of_use(trace, births[index], used)
         for span in trace.untrained_spans
         for index, used in zip(span.storages, span.last_uses, strict=True)
-        if index not in outputs and find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
+        if index not in outputs
+        and (index in kept or find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD)
     }
 
 
@@ -104,12 +120,13 @@ def _find_call(context: Context, storages: list[int]) -> Forward | None:
     """Return the last outermost call of those, alike in module and line, in which most bytes of `storages` were made,
     or what they are gradients of."""
     trace, births = context.ledger.trace, context.lifetimes.births
+    forwards = [*trace.forwards, *([] if trace.failed_forward is None else [trace.failed_forward])]
     calls: dict[tuple[int, int], Forward] = {}
     sizes: Counter[tuple[int, int]] = Counter()
     for index in storages:
         event = max(births[index] if index not in trace.owners else trace.storages[index].forward_event, 0)
-        position = bisect.bisect_right(trace.forwards, event, key=lambda forward: forward.begin) - 1
-        if position >= 0 and event < (call := trace.forwards[position]).end:
+        position = bisect.bisect_right(forwards, event, key=lambda forward: forward.begin) - 1
+        if position >= 0 and event < (call := forwards[position]).end:
             calls[call.module, call.source] = call
             sizes[call.module, call.source] += trace.storages[index].num_bytes
     return calls[sizes.most_common(1)[0][0]] if calls else None
@@ -135,4 +152,4 @@ def _name_parameters(context: Context, gradients: list[int]) -> str:
             sizes[owner.name.partition(".")[0]] += trace.storages[index].num_bytes
     names = [f"`{name}`" for name, _ in sizes.most_common()]
     more = [f"{len(names) - _MOST_SHOWN} more"] * (len(names) > _MOST_SHOWN)
-    return ", ".join([*names[:_MOST_SHOWN], *more]) or "them"
+    return ", ".join([*names[:_MOST_SHOWN], *more]) or "its parameters"

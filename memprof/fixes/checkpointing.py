@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memprof.errors import unknown_name
 from memprof.fixes.applied import Changes, ReplacedForward, check_in_range, has_forward
 from memprof.fixes.catalog.fix import NOT_STREAMED_TIERS, Fix, Numerics
+from memprof.watch.model_settings import is_checkpointing
 from memprof.workload.layers import drop_caches, find_layers, find_modules
 
 _aten = torch.ops.aten
@@ -55,10 +56,7 @@ def install(
     model has no layers or no such module, `every` is out of range, or `policy` is unknown."""
     if policy not in _POLICIES:
         raise unknown_name("policy", policy, _POLICIES)
-    # The name of the flag in transformers today, and before.
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    flag_names = [name for name in names if hasattr(type(model), name)]
-    if flag_names and getattr(model, flag_names[0]):
+    if is_checkpointing(model):
         raise changes.already_on(model, "gradient_checkpointing_disable()")
     if modules is not None:
         targets = find_modules(model, modules, "activation-checkpointing")

@@ -143,6 +143,10 @@ class _StopRecord:
         trace.untrained_spans = [span for span in trace.untrained_spans if span.end <= num_events]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]
         trace.forwards = [forward for forward in trace.forwards if forward.end <= num_events]
+        trace.failed_forward = None  # the program went on
+        trace.eval_calls = [call for call in trace.eval_calls if call.event <= num_events]
+        trace.column_broadcasts = [index for index in trace.column_broadcasts if index < num_storages]
+        trace.frozen_in_vain = [one for one in trace.frozen_in_vain if max(one.parameters, default=0) < num_storages]
         trace.vmaps = [call for call in trace.vmaps if call.end <= num_events]
         trace.holders, trace.idle_holders, trace.error_holders = (
             [holder for holder in holders if max(holder.storages, default=0) < num_storages]

@@ -261,6 +261,22 @@ class Forward(NamedTuple):
     outputs: tuple[int, ...]  # the storages of the tensors that it returned
 
 
+class EvalCall(NamedTuple):
+    """A call of `eval()` of a model that was in training mode."""
+
+    event: int  # events before it
+    module: int  # index in Trace.modules
+    source: int  # index in Trace.sources: the line that calls it
+
+
+class FrozenInVain(NamedTuple):
+    """A module whose attribute `requires_grad` the program has set to False, which does nothing to its parameters."""
+
+    module: int  # index in Trace.modules
+    source: str | None  # `file:line function` of the line that sets it; None: not known
+    parameters: tuple[int, ...]  # storages of its parameters, which all require gradients
+
+
 class Holder(NamedTuple):
     """The variable or container that keeps accumulating tensors live, as found while the program ran."""
 
@@ -467,6 +483,14 @@ class Trace:
     # ALLOC, at the request, and a FREE right after it.
     refused: list[int] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)  # of a program that names no phases itself
+    # The outermost call in which the program ran out of memory, if it did not go on; of a simulated run.
+    failed_forward: Forward | None = None
+    eval_calls: list[EvalCall] = field(default_factory=list)  # of models that were called before; of a simulated run
+    # Storages of pairs of a column [N, 1] and a row [N], the first of each shape and line; of a simulated run.
+    column_broadcasts: list[int] = field(default_factory=list)
+    frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
+    # Whether the program has switched on activation checkpointing in a model that it trains (in a simulated run).
+    checkpoints: bool = False
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors
     idle_holders: list[Holder] = field(default_factory=list)  # of tensors that are kept and not used; autocast blocks
     # Holders of out-of-memory errors that the program caught; `storages` are those that the errors' tracebacks keep.

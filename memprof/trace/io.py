@@ -202,7 +202,7 @@ def _check_references(trace: Trace) -> None:
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used_storages = (use.storage for use in trace.uses)
-    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients)
+    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients, *trace.column_broadcasts)
     if any(not 0 <= index < len(trace.storages) for index in own_indices):
         raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")
     if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):
@@ -222,22 +222,26 @@ def _check_references(trace: Trace) -> None:
     for module in trace.modules:
         if module.role is ModuleRole.LAYER:
             _ = module.number
+    forwards = [*trace.forwards, *([] if trace.failed_forward is None else [trace.failed_forward])]
     storage_indices = {
         index
         for row in (
-            *(f.outputs for f in trace.forwards),
+            *(f.outputs for f in forwards),
             *(h.storages for h in (*trace.holders, *trace.idle_holders, *trace.error_holders)),
             *(span.storages for span in trace.untrained_spans),
             *(step.parameters for step in trace.first_steps),
             *(tuple(index for index in step.gradients if index != NONE) for step in trace.first_steps),
+            *(frozen.parameters for frozen in trace.frozen_in_vain),
         )
         for index in row
     }
     if not (
         all(0 <= index < len(trace.storages) for index in storage_indices)
-        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
+        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in forwards)
+        and all(0 <= e.module < len(trace.modules) and e.source < len(trace.sources) for e in trace.eval_calls)
+        and all(0 <= frozen.module < len(trace.modules) for frozen in trace.frozen_in_vain)
     ):
-        raise ValueError("a forward, a holder or a span points outside its tables")
+        raise ValueError("a call, a holder or a span points outside its tables")
     if any(
         not 0 <= call.begin <= call.end <= len(trace.events) or call.source >= len(trace.sources)
         for call in trace.vmaps

@@ -20,6 +20,7 @@ from memprof.patching import PatchSet
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_map_only
 from memprof.trace.events import HOST, is_gpu
+from memprof.virtual.column_broadcasts import record_column_broadcast
 from memprof.virtual.cublas_workspaces import CublasWorkspaces
 from memprof.virtual.device_checks import breaks_device_rule, choose_gpu, note_mismatch, resolve_mixed_devices
 from memprof.virtual.device_properties import DeviceProperties
@@ -287,6 +288,8 @@ class DispatchMode(DeviceState):
             outputs = [sparse_part for output in outputs for sparse_part in get_sparse_parts(output) or [output]]
         if target is not None:
             self.recorder.storages.record_allocations(outputs, operator.name, site, target)
+            if create is None:  # the first time, with these layouts
+                record_column_broadcast(self.recorder, operator.name, call, outputs)
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 

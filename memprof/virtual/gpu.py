@@ -191,6 +191,7 @@ class VirtualGpu(Watch):
         """Install the hooks on the program, then every extension, and last the function mode and the dispatch mode."""
         context = self._context
         self._watch_program()
+        self._patches.set(nn.Module, "train", self._kept_memory.settings.wrap_train(nn.Module.train))
         for extension in self._extensions:
             self._patches.apply_all(extension.patches(context))
             self._stack.enter_context(extension.around(context))
@@ -237,7 +238,7 @@ class VirtualGpu(Watch):
         super()._handle_outermost_call(module, index, args, kwargs)
         self.dispatch_mode.kv_caches.record_call(index, (*args, *kwargs.values()))
         if self._is_recognizing_calls:
-            self._kept_memory.growth.record_call(module, index)
+            self._kept_memory.record_call(module, index)
 
     def mark_input(self, tensor: torch.Tensor) -> None:
         """Record that a model received `tensor` as an input."""

@@ -22,6 +22,8 @@ from memprof.watch.recorder import Recorder
 
 MIN_CALL_GROWTH_BYTES = 64 << 10  # minimum growth over calls of a model for a search; the tokens of a decoder take less
 
+MIN_CALLS = 3  # whose graphs wait for one backward; fewer may be the parts of a loss
+
 MAX_SEARCHES = 8  # In one run. Each visits all objects of the process, in tens of milliseconds.
 
 # (operator, line, module, dtype, number of dimensions, phase): equal for counterparts of a tensor in all steps.
@@ -63,6 +65,7 @@ class GrowthWatch:
             if self._loop_first_storage == NONE:  # a program without modules
                 self._loop_first_storage = len(self._recorder.trace.storages)
             self._record_step_begin()
+            self.search.record_backward_begin()
             self._call_samples.clear()
             self._output_storages.clear()
         if was_in_step and not self._in_step:
@@ -71,11 +74,14 @@ class GrowthWatch:
     def record_call(self, module: nn.Module, index: int) -> None:
         """Record an outermost call, outside backward passes, of `module`, which has `index` in the trace."""
         trace = self._recorder.trace
+        trace.failed_forward = None
         self._record_step_begin()
         if not self._call_samples:
             self._calls_first_storage = len(trace.storages)
         # Not under no_grad: torch.autograd.Function creates a node there too.
         sequence_number = autograd.get_sequence_nr() if torch.is_grad_enabled() else None
+        if sequence_number is not None:
+            self.search.record_call_begin()
         self._running_call = (
             len(trace.events),
             index,
@@ -109,6 +115,18 @@ class GrowthWatch:
             )
             self._search_holders(grown_keys, self._calls_first_storage)
 
+    def record_out_of_memory(self) -> None:
+        """Record that memory has run out, perhaps in an outermost call of a module."""
+        if self._running_call is not None and self._recorder.modules.current_index != NONE:
+            trace, (begin, module, source, training, node_number) = self._recorder.trace, self._running_call
+            nodes = 0 if node_number is None else autograd.get_sequence_nr() - node_number
+            trace.failed_forward = Forward(begin, len(trace.events), module, source, training, nodes, ())
+
+    def find_sums_of_calls(self) -> None:
+        """Search for what keeps the graphs of the calls since the last backward, if those are several."""
+        if len(self.search.call_begins) >= MIN_CALLS:
+            self._recorder.trace.holders += self.search.find_running_sums(self.search.call_begins)
+
     def record_run_end(self) -> None:
         """Record that the program has ended, while its variables are still alive."""
         if self._loop_first_storage != NONE and self._step_samples.num_rounds >= 2:
@@ -140,7 +158,7 @@ class GrowthWatch:
                 self._sum_live_bytes(self._loop_first_storage), MIN_CALL_GROWTH_BYTES
             )
             if grown_keys - self._searched_keys:
-                self._recorder.trace.holders += self.search.find_running_sums(of_passes=True)
+                self._recorder.trace.holders += self.search.find_running_sums(self.search.pass_begins)
             self._search_holders(grown_keys, self._loop_first_storage)
 
     def _record_step_end(self) -> None:

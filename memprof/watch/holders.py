@@ -56,7 +56,8 @@ class HolderSearch:
         # the step's optimizers. Nodes created between two steps belong to no step.
         self._step_begins: list[int] = []
         self._step_ends: list[int] = []
-        self._pass_begins: list[int] = []  # the same at the start of each micro-batch since an optimizer's step
+        self.pass_begins: list[int] = []  # the same at the start of each micro-batch since an optimizer's step
+        self.call_begins: list[int] = []  # the same at the start of each call of a module since a backward pass
 
     def record_step_begin(self) -> None:
         """Record that a training step begins."""
@@ -65,11 +66,19 @@ class HolderSearch:
 
     def record_pass_begin(self) -> None:
         """Record that the forward of a micro-batch begins."""
-        self._pass_begins.append(autograd.get_sequence_nr())
+        self.pass_begins.append(autograd.get_sequence_nr())
+
+    def record_call_begin(self) -> None:
+        """Record that an outermost call of a module begins, which may have a graph."""
+        self.call_begins.append(autograd.get_sequence_nr())
+
+    def record_backward_begin(self) -> None:
+        """Record that a backward pass begins, for which the graphs of calls may have waited."""
+        self.call_begins.clear()
 
     def record_step_end(self) -> None:
         """Record that an optimizer's step ends; the last such call of a training step counts as the step's end."""
-        self._pass_begins.clear()
+        self.pass_begins.clear()
         if self._step_ends:
             self._step_ends[-1] = autograd.get_sequence_nr()
 
@@ -167,10 +176,11 @@ class HolderSearch:
         return {tensors[key][1] for key in held}
 
     @disable_garbage_collection()
-    def find_running_sums(self, *, of_passes: bool = False) -> list[Holder]:
+    def find_running_sums(self, rounds_begins: list[int] | None = None) -> list[Holder]:
         """Return the variables and attributes whose autograd graph spans several steps (`total = total + loss`); with
-        `of_passes` several micro-batches since the last step (`out, hidden = model(x, hidden)`)."""
-        begins = self._pass_begins if of_passes else self._step_begins
+        `pass_begins` several micro-batches since the last step (`out, hidden = model(x, hidden)`), with `call_begins`
+        several calls since the last backward."""
+        begins = self._step_begins if rounds_begins is None else rounds_begins
         with torch.DisableTorchFunction():
             variables = ProgramVariables(self._recorder)
             sums: dict[Any, tuple[NamedHolder, list[Any]]] = {}
@@ -181,7 +191,7 @@ class HolderSearch:
                     sums[value.grad_fn][0].names.append(name)
                     continue
                 nodes = collect_nodes([value], _MAX_SUM_NODES)
-                rounds = self._find_passes(nodes) if of_passes else self._find_steps(nodes)
+                rounds = self._find_steps(nodes) if rounds_begins is None else _find_rounds(nodes, rounds_begins)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
                     sums[value.grad_fn] = NamedHolder(value, 0, set(), [name]), nodes
@@ -217,12 +227,6 @@ class HolderSearch:
             if step and number < min(self._step_ends[step - 1], _MIN_ACCUMULATE_GRAD_NUMBER):
                 steps.add(step)
         return steps
-
-    def _find_passes(self, nodes: list[Any]) -> set[int]:
-        """Return the micro-batches since the last step (from 1) in which the autograd `nodes` were created."""
-        numbers = (node._sequence_nr() for node in nodes)
-        passes = {bisect.bisect_right(self._pass_begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER}
-        return passes - {0}
 
     def _make_holder(
         self, found: NamedHolder, storages: set[int], roots: list[torch.Tensor], variables: ProgramVariables
@@ -285,6 +289,12 @@ class HolderSearch:
         for tensor in tensors:
             num_bytes[self._recorder.storages.get_index(tensor)] += tensor.numel() * tensor.element_size()
         return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
+
+
+def _find_rounds(nodes: list[Any], begins: list[int]) -> set[int]:
+    """Return the rounds (from 1), which begin at the sequence numbers `begins`, in which the `nodes` were created."""
+    numbers = (node._sequence_nr() for node in nodes)
+    return {bisect.bisect_right(begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER} - {0}
 
 
 def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:

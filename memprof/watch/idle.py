@@ -19,8 +19,6 @@ MIN_BYTES = 16 * MIB  # of one line's tensors, or of all that have an owner: les
 
 MAX_SEARCHES = 6  # in one run; each takes some tens of milliseconds
 
-MAX_ERROR_SEARCHES = 2  # more, at out-of-memory errors: a program that catches them may raise any number
-
 NUM_FIRST_PHASES = 12  # that compute, at each of which live tensors are looked at: four steps; then ever more rarely
 
 _ROLES_OF_DATA = (Role.INPUT, Role.KV_CACHE)
@@ -39,7 +37,6 @@ class IdleWatch:
         self._previous_begin = 0  # that of the one before
         self._searched: set[_Key] = set()
         self._num_searches = 0
-        self._num_error_searches = 0
         self._unused: list[int] = []  # positions in `Trace.idle_holders` of those with what was not used since
 
     def record_phase_begin(self, kind: PhaseKind) -> None:
@@ -78,9 +75,6 @@ class IdleWatch:
         them belong to a model that another one has replaced. Other tensors: those that a whole phase before this one
         has not used, except what this step's forward made for its backward; and checkpoints that were loaded.
         """
-        if self._num_error_searches == MAX_ERROR_SEARCHES:
-            return
-        self._num_error_searches += 1
         trace, table = self._recorder.trace, self._recorder.storages
         events, phase = trace.events, self._recorder.writer.phase
         phase_begin = next((i for i in range(len(events) - 1, -1, -1) if events[i].kind is EventKind.PHASE), 0)

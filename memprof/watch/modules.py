@@ -86,6 +86,10 @@ class ModuleTracker:
     def _get_root(self) -> nn.Module | None:
         return None if self.thread.root is None else self.thread.root()
 
+    def get_index(self, module: nn.Module) -> int:
+        """Return the index of `module`; NONE if it is not known."""
+        return self._index_by_module.get(module, NONE)
+
     def find_parameter_module(self, parameter: torch.Tensor) -> int:
         """Return the index of the module that owns `parameter`; NONE if the module is not known."""
         return self._module_by_parameter.get(id(parameter), NONE)

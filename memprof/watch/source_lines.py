@@ -103,6 +103,12 @@ def list_attribute_lines(codes: Iterable[CodeType], attribute: str) -> list[str]
     return list(lines)
 
 
+def read_line(source: str) -> str:
+    """Return the text of the line `source` (`file:line function`); "" if the source code is not available."""
+    file, _, number = source.rpartition(" ")[0].rpartition(":")
+    return linecache.getline(file, int(number))
+
+
 def find_attribute_line(codes: Iterable[CodeType], attribute: str) -> str | None:
     """Return the only one of the lines of `list_attribute_lines`; None if there is none, or several."""
     lines = list_attribute_lines(codes, attribute)

@@ -7,6 +7,7 @@ kept for nothing, and so are the gradients to which they lead.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from memprof.torch_private import autograd
 from memprof.trace.events import NONE, EventKind, UntrainedSpan
 from memprof.watch.graph import collect_nodes
 from memprof.watch.phases import Phases
@@ -37,9 +39,20 @@ class UntrainedDetector:
 
     def record_backward_begin(self, results: Iterable[torch.Tensor]) -> None:
         """Record the forward that is differentiated from `results` for parameters that no optimizer has."""
-        self._leaves = []
+        self._leaves = self._record_forward(results)
+
+    def record_out_of_memory(self) -> None:
+        """Record the same of a forward in which memory runs out: from all tensors with a graph."""
+        if autograd.current_graph_task_id() == -1:
+            with torch.DisableTorchFunction():
+                tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+                results = [tensor for tensor in tensors if tensor.grad_fn is not None]
+            self._record_forward(results)
+
+    def _record_forward(self, results: Iterable[torch.Tensor]) -> list[nn.Parameter]:
+        """Record the forward that leads to `results`, and return its parameters that no optimizer has."""
         if not self._phases.optimizers or self._recorder.owners.is_naming_communication:
-            return
+            return []
         with torch.DisableTorchFunction():
             groups = (group for optimizer in self._phases.optimizers for group in optimizer.param_groups)
             trained = {self._recorder.storages.get_index(p) for group in groups for p in group["params"]}
@@ -48,14 +61,15 @@ class UntrainedDetector:
             leaves = [node for node in nodes if _is_leaf(node)]
             untrained = {leaf for leaf in leaves if self._is_untrained(leaf.variable, trained)}
             if not untrained or len(nodes) == _MOST_NODES:
-                return
-            self._leaves = [leaf.variable for leaf in untrained]
+                return []
+            leaves_without_optimizer = [leaf.variable for leaf in untrained]
             operators = [node for node in nodes if not _is_leaf(node)]
             operators.sort(key=lambda node: node._sequence_nr())  # a node is made after those to which it leads
             for node in operators:
                 if not _is_trained(node, untrained):
                     untrained.add(node)
             self._record_spans([n for n in operators if n in untrained], [n for n in operators if n not in untrained])
+            return leaves_without_optimizer
 
     def record_backward_end(self) -> None:
         """Record the gradients of the parameters that no optimizer has."""

@@ -42,7 +42,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     sizes = {index: -(-trace.storages[index].num_bytes * rows // batch_size) for index in batched}
     changed = _keep_gradients(resize(trace, sizes))
     if any("batch_norm" in op for op in trace.ops):
-        yield Proposal(changed, f"gradients of batches of {rows} added up, of which batch normalization sees one")
+        normalized = f"batch normalization then sees these {rows} alone"
+        yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
     else:
         yield Proposal(changed, value=rows)
 

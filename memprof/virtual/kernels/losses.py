@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import kernels
+from memprof.virtual.column_broadcasts import record_column_broadcast
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import make_copies_formula
@@ -44,7 +45,9 @@ def elementwise_loss(launch: KernelContext) -> Any:
         return NotImplemented
     result = aten.sub.Tensor(*launch.args[:2])
     loss = torch.empty_like(result)
-    launch.record(result, loss)
+    launch.record(result)
+    record_column_broadcast(launch.device_state.recorder, launch.operator.name, launch.call, [result])
+    launch.record(loss)
     _allocate_reduction_buffers(launch, loss)
     return _resize_to_scalar(result)
 

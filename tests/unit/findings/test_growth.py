@@ -168,6 +168,21 @@ def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     assert "variable `total`" in finding.title and "nothing on the GPU" in finding.title
 
 
+@pytest.mark.parametrize("node_steps", [1, 2])
+def test_of_equal_sums_any_may_keep_what_was_saved(node_steps: int) -> None:
+    b = kept(4)
+    total = LOSSES._replace(kind="", name="Meter.total", nodes=60, node_steps=2)
+    b.trace.holders += [total, total._replace(name="Meter.other", source="/x/train.py:8 main", node_steps=node_steps)]
+    (finding,) = found(b)
+    assert ("`Meter.total` (x/train.py:9) or attribute `Meter.other` (x/train.py:8)" in finding.title) == (
+        node_steps > 1
+    )
+    assert [e.source for e in finding.evidence if e.text.startswith("fix")] == [
+        holder.source for holder in b.trace.holders[:node_steps]
+    ]
+    assert (finding.edit is None) == (node_steps > 1)
+
+
 def test_joined_tensors() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)

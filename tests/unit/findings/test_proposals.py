@@ -48,11 +48,11 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "convolutions": (
         programs.convnet,
         5,
-        ["activation-checkpointing", "amp-bfloat16", "gradients of batches"],
+        ["activation-checkpointing", "amp-bfloat16", "add up gradients"],
         {
             "activation-checkpointing": partial(programs.convnet, "activation-checkpointing"),
             "amp-bfloat16": partial(programs.convnet, "amp-bfloat16"),
-            "gradients of batches": partial(programs.convnet, parts=2),
+            "add up gradients": partial(programs.convnet, parts=2),
         },
     ),
     "words": (

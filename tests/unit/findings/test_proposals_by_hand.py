@@ -177,7 +177,9 @@ def test_inputs_of_two_lengths_are_no_batch() -> None:
 
 def test_batch_normalization_is_told() -> None:
     proposal = only(micro_batch.propose(batch((64, 256), op="aten.cudnn_batch_norm")))
-    assert proposal.value is None and proposal.change.startswith("gradients of batches of 32")
+    assert proposal.value is None and proposal.change.startswith(
+        "add up gradients of batches of 32 (batch normalization"
+    )
 
 
 def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:

@@ -35,16 +35,3 @@ def test_a_new_file_is_a_new_rule(tmp_path, monkeypatch):
 def test_two_rules_have_two_places():
     with pytest.raises(ValueError, match="has place 10"):
         rule(10)(lambda context: [])
-
-
-def test_rules_are_asked_in_this_order():
-    names = [RULES[place].__module__.rpartition(".")[2] for place in sorted(RULES)]
-    assert names == [
-        "run_failed", "device_mismatch", "does_not_fit", "out_of_memory_caught", "memory_growth", "idle_memory",
-        "larger_batch", "evaluation_batch", "evaluation_accumulates", "evaluation_with_gradients",
-        "untrained_gradients", "fragmentation",
-        "streams", "duplicate_gradients", "state_not_sharded", "unsharded_group", "kept_unsharded", "weight_delta",
-        "prefetch", "float32_reduction", "unreduced_gradients", "logits", "attention_scores", "graph_breaks",
-        "compiled_saved_tensors", "upcast", "parameter_upcast", "weight_cache", "optimizer_state",
-        "vocabulary", "positions", "unattributed",
-    ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import inspect
 import sys
 import types
@@ -16,9 +17,12 @@ from torch import nn
 from torch.nn import functional
 
 import memprof
+from memprof.findings import find_all
 from memprof.trace.events import Holder, Trace
+from memprof.units import MIB
 from memprof.watch import holders
 from tests.lanes import by_day
+from tests.unit.full_gpu import run_out_of_memory
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, retain: bool = False) -> torch.Tensor:
@@ -491,3 +495,38 @@ def test_what_a_module_that_is_not_running_has_is_named_by_the_module(monkeypatc
             library.kept.append(step(model, optimizer).detach())
 
     assert only(run(program)).name == "library.kept"
+
+
+def sum_of_losses() -> None:
+    """Each call keeps 256 MiB for a backward of the sum."""
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1)).cuda()
+    criterion = nn.MSELoss()
+    total: Any = 0
+    for _ in range(8):
+        output = model(torch.randn(16384, 64).cuda())
+        total = total + criterion(output, torch.zeros(16384, 1, device="cuda"))  # kept
+    total.backward()
+
+
+def test_what_joins_the_graphs_of_calls_where_memory_runs_out() -> None:
+    context = run_out_of_memory(sum_of_losses, 1500 * MIB)
+    holder = only(context.ledger.trace)
+    (finding,) = [one for one in find_all(context) if one.id == "memory-growth"]
+    assert holder.name == "total" and holder.fills and finding.is_decisive
+    assert "wait for one backward, kept by variable `total`" in finding.title
+    assert finding.evidence[-1].source == holder.source
+    context.ledger.trace.holders.clear()
+    (finding,) = [one for one in find_all(dataclasses.replace(context)) if one.id == "memory-growth"]
+    assert "call backward() after each call at" in finding.evidence[-1].text  # the model's: the loss keeps little
+
+
+def test_one_call_after_the_last_backward_is_no_sum() -> None:
+    def program() -> None:
+        model, optimizer = parts()
+        total = torch.zeros((), device="cuda")
+        for _ in range(4):
+            total = step(model, optimizer)
+        torch.zeros(1 << 30, device="cuda")
+        print(total)
+
+    assert not run_out_of_memory(program, 1000 * MIB).ledger.trace.holders

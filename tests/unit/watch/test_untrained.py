@@ -16,7 +16,9 @@ from memprof.device.catalog import find_gpu
 from memprof.findings import Context, Finding, find_all
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import Trace
+from memprof.units import MIB
 from memprof.virtual import VirtualGpu
+from tests.unit.full_gpu import run_out_of_memory
 
 # Tensors of 2 MiB, so that nothing is searched for idle memory (watch/idle.py).
 WIDTH, ROWS, STEPS = 512, 1024, 3
@@ -215,6 +217,65 @@ def test_gradients_before_there_is_an_optimizer() -> None:
         for _ in range(2):
             model(batch()).mean().backward()
     assert not gpu.trace.untrained_gradients
+
+
+def follow(second: nn.Module, first: nn.Module) -> None:
+    train(first, second)
+
+
+def run_to_limit(step: Callable[[nn.Module, nn.Module], object], *, evaluates: bool = True) -> list[Finding]:
+    """Return what is told of a program with an optimizer for one of two models, which runs out of memory in `step`."""
+
+    def program() -> None:
+        first, second = (nn.Sequential(*(Block() for _ in range(8))).cuda() for _ in range(2))
+        optimizer = torch.optim.SGD(first.parameters())
+        step(second.train(not evaluates), first)
+        optimizer.step()
+
+    context = run_out_of_memory(program, 2200 * MIB)
+    return [finding for finding in find_all(context) if finding.id == "untrained-gradients"]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("step", [follow, lambda second, first: second(torch.cat([batch(), batch()]))])
+def test_memory_runs_out_in_the_first_step_with_a_model_in_eval_mode(step: Callable[..., object]) -> None:
+    """Behind its call, and in it."""
+    (finding,) = run_to_limit(step)
+    assert finding.title.startswith("Sequential is called in eval mode at watch/test_untrained.py:")
+    assert "torch.no_grad()" in finding.evidence[0].text and finding.edit is not None and finding.is_decisive
+
+
+def with_trained_inputs(second: nn.Module, first: nn.Module) -> None:
+    """A perceptual loss."""
+    second(first(batch()))
+
+
+def with_adapter(second: nn.Module, first: nn.Module) -> None:
+    second.requires_grad_(False)
+    second[0] = first[0]  # type: ignore[index, operator]
+    second(torch.cat([batch(), batch()]))
+
+
+@torch.no_grad()
+def label(second: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = second(batch())
+    return result
+
+
+def with_labels(second: nn.Module, first: nn.Module) -> None:
+    target = label(second)
+    sum(mse_loss(first(batch()), target) for _ in range(8)).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("step", [with_trained_inputs, with_adapter, with_labels])
+def test_memory_runs_out_with_a_model_that_is_called_as_it_should_be(step: Callable[..., object]) -> None:
+    assert not run_to_limit(step)
+
+
+@pytest.mark.usefixtures("large")
+def test_memory_runs_out_with_a_model_in_training_mode_that_has_no_optimizer_yet() -> None:
+    assert not run_to_limit(follow, evaluates=False)
 
 
 @pytest.mark.parametrize(("rows", "is_recorded"), [(512, True), (511, False)])

@@ -1,0 +1,54 @@
+"""Rule `column-with-row`: [N, 1] with [N] makes [N, N], where mostly N numbers were meant."""
+
+from __future__ import annotations
+
+from memprof.allocator import compute_memory_needs
+from memprof.findings.effect import describe_cure, format_reserved, is_decisive
+from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.groups import fix_at, is_large
+from memprof.findings.lifetimes import Saving
+from memprof.ledger.what_if import resize
+
+
+@rule(95)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding, of the largest such tensor; `num_bytes` is the reduction of the peak with N numbers.
+
+    It is not decisive even if the run fits then: all pairs may be meant.
+    """
+    trace, lifetimes, run = context.ledger.trace, context.lifetimes, context.ledger.run
+    made = [index for index in trace.column_broadcasts if trace.storages[index].device == trace.device]
+    if not made:
+        return []
+    largest = max(made, key=lambda index: trace.storages[index].num_bytes)
+    shapes = {trace.storages[index].shape for index in made}
+    pairs = [
+        index
+        for index, storage in enumerate(trace.storages)
+        if storage.shape in shapes and index >= made[0] and index not in trace.owners
+    ]
+    sizes = {index: trace.storages[index].num_bytes // trace.storages[index].shape[0] for index in pairs}
+    num_bytes = lifetimes.peak_reduction(
+        [
+            Saving(lifetimes.births[index], lifetimes.deaths[index], trace.storages[index].num_bytes - sizes[index])
+            for index in pairs
+            if trace.storages[index].device == trace.device
+        ]
+    )
+    if not is_large(context, num_bytes):
+        return []
+    needs = compute_memory_needs(resize(trace, sizes), run.gpu, run.config, run.release)
+    storage = trace.storages[largest]
+    (length, _), line = storage.shape, trace.source_line(storage)
+    title = (
+        f"{format_shape((length, 1))} with {format_shape((length,))} makes {format_shape(storage.shape)} at "
+        f"{file_and_line(line)}: if that was not meant, squeeze(1)"
+        f"{f'; then {describe_cure(context)}' * is_decisive(context, needs)}"
+    )
+    evidence = (
+        fix_at(line, f"if {format_shape(storage.shape)} was not meant: squeeze(1) on {format_shape((length, 1))}"),
+        Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
+        tensor_evidence(trace, largest, f"{trace.op(storage)} at {file_and_line(line)}"),
+    )
+    return [Finding("column-with-row", Severity.WARNING, title, num_bytes, evidence, ())]
