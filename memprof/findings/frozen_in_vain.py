@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
 from memprof.findings.evidence import file_and_line, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at
@@ -15,7 +16,8 @@ _MOST_SHOWN = 3
 
 @rule(73)
 def find(context: Context) -> list[Finding]:
-    """Return one finding for each line; `num_bytes` is the reduction of the peak without the gradients alone."""
+    """Return one finding for each line; `num_bytes` is the reduction of the peak without the gradients alone, or
+    the parameters, if these gradients decide whether the run fits."""
     by_line: dict[str | None, list[FrozenInVain]] = defaultdict(list)
     for frozen in context.ledger.trace.frozen_in_vain:
         by_line[frozen.source].append(frozen)
@@ -46,4 +48,13 @@ def _make_finding(context: Context, source: str | None, frozen: list[FrozenInVai
     largest = max(parameters, key=lambda index: trace.storages[index].num_bytes)
     evidence.append(tensor_evidence(trace, largest, f"the largest of them: {trace.owners[largest].name}"))
     saved_bytes = context.lifetimes.peak_reduction(context.lifetimes.savings(gradients)) if gradients else 0
-    return Finding("frozen-in-vain", Severity.WARNING, title, saved_bytes or None, tuple(evidence), ())
+    needs = None
+    if gradients and not context.ledger.run.fits:
+        needs = compute_needs_without(context, gradients)
+    decides = is_decisive(context, needs)
+    title += f"; without these gradients alone {describe_cure(context)}" * decides
+    # That they are trained is an error of the program: it comes before what else would let the run get on.
+    num_bytes = max(saved_bytes, context.lifetimes.sum_bytes(parameters)) if decides else saved_bytes
+    return Finding(
+        "frozen-in-vain", Severity.WARNING, title, num_bytes or None, tuple(evidence), (), is_decisive=decides
+    )

@@ -159,3 +159,18 @@ def test_a_module_whose_parameters_get_no_gradients() -> None:
         model.layers[1].requires_grad_(True)
 
     assert not told(run(lambda: train_part(call)), "frozen-in-vain")
+
+
+def test_it_comes_before_gradients_that_the_optimizer_has_used() -> None:
+    """1 GiB of a frozen layer's weights and 1 GiB of their gradients; the next call lacks 200 MiB of 2."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(16384, 16384, bias=False), nn.Linear(16384, 1)).cuda()
+        vars(model[0])["requires_grad"] = False
+        model(torch.randn(64, 16384, device="cuda")).mean().backward()
+        model(torch.randn(8192, 16384, device="cuda"))
+
+    context = run_out_of_memory(program, 2200 * MIB)
+    first, *_ = find_all(context)
+    assert first.id == "frozen-in-vain" and first.is_decisive
+    assert first.title.endswith("; without these gradients alone the run gets past this point")
