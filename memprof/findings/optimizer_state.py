@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+from memprof.allocator import MemoryNeeds, compute_memory_needs
+from memprof.findings.effect import describe_cure, is_decisive
 from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
+from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Role, Trace
 from memprof.units import format_bytes
 
@@ -73,12 +76,25 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
     found = suggest_against(context, "optimizer-step-temporaries")
-    fixes = list_fix_names(found)
+    decides = not ledger.run.fits and is_decisive(context, _compute_needs_without_temporaries(context))
+    title += f"; without them {describe_cure(context)}" * decides
     return [
         Finding(
-            "optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), fixes, suggestions=found
+            "optimizer-step-temporaries",
+            Severity.WARNING,
+            title,
+            num_bytes,
+            tuple(lines),
+            list_fix_names(found),
+            is_decisive=decides,
+            suggestions=found,
         )
     ]
+
+
+def _compute_needs_without_temporaries(context: Context) -> MemoryNeeds:
+    run, sizes = context.ledger.run, dict.fromkeys(find_temporaries(context), 0)
+    return compute_memory_needs(resize(context.ledger.trace, sizes), run.gpu, run.config, run.release)
 
 
 @cache_per_context

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
+from memprof.allocator import compute_memory_needs
+from memprof.findings.effect import describe_cure, is_decisive
 from memprof.findings.evidence import HALF_DTYPES, file_and_line, mask_compute_phases, param_names, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.ledger.what_if import resize
 from memprof.trace.events import EventKind, Trace
 from memprof.units import format_bytes
 
@@ -40,7 +43,13 @@ def find(context: Context) -> list[Finding]:
         fix = Evidence(f"fix: leave the parameters in {dtype}, without this cast", source=own_line)
         evidence = (*lines, fix) if own_line is not None else lines
         excess = max_live.num_bytes // 2
-        findings.append(Finding("parameters-upcast", Severity.WARNING, title, excess, evidence, ()))
+        sizes = {copy: trace.storages[copy].num_bytes // 2 for copy in copies}
+        needs = compute_memory_needs(resize(trace, sizes), ledger.run.gpu, ledger.run.config, ledger.run.release)
+        decides = is_decisive(context, needs)
+        title += f"; without the copies {describe_cure(context)}" * decides
+        findings.append(
+            Finding("parameters-upcast", Severity.WARNING, title, excess, evidence, (), is_decisive=decides)
+        )
     return findings
 
 

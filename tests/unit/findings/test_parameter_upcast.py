@@ -40,8 +40,15 @@ def test_the_line_and_its_bytes_are_named(is_cut: bool, so_far: str) -> None:
     (finding,) = find_in(b)
     assert finding.id == "parameters-upcast" and finding.num_bytes == 40 * MIB
     where = "Parameters in bfloat16 are copied to float32 at lib/other.py:9"
-    assert finding.title == f"{where}: {so_far}80.00 MiB instead of 40.00 MiB"
+    cure = "the run gets past this point" if is_cut else "the run fits"
+    assert finding.title == f"{where}: {so_far}80.00 MiB instead of 40.00 MiB; without the copies {cure}"
     assert finding.evidence[-1].text.startswith("fix: ") and finding.evidence[-1].source == "train.py:3 main"
+
+
+@pytest.mark.parametrize(("usable_mib", "decides"), [(50, True), (49, False)])
+def test_they_are_the_cause_if_the_run_fits_without(usable_mib: int, decides: bool) -> None:
+    """The last original of 10 MiB beside 40 MiB in place of 80."""
+    assert [finding.is_decisive for finding in find_in(cast(), usable_mib)] == [decides]
 
 
 def test_a_model_that_fits_may_be_float32() -> None:

@@ -700,6 +700,16 @@ class TestOptimizer:
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
         assert list_fix_names(finding.suggestions) == finding.fixes
 
+    @pytest.mark.parametrize(("fewer_mib", "decides"), [(0, False), (2, True), (128, True), (150, False)])
+    def test_temporaries_are_the_cause_if_the_run_fits_without(self, fewer_mib: int, decides: bool) -> None:
+        """128 MiB of them, on a GPU with less than the run needs."""
+        b = self.stepped("bfloat16", "bfloat16")
+        for _ in range(4):
+            b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt")
+        needed_bytes = b.context().ledger.run.required_reserved_bytes
+        (finding,) = of(b.context(needed_bytes - fewer_mib * MIB), "optimizer-step-temporaries")
+        assert finding.is_decisive == decides == finding.title.endswith("; without them the run fits")
+
     @pytest.mark.parametrize("op", ["aten.zeros_like", "aten.sqrt"])
     def test_state_that_the_step_is_about_to_make_is_no_temporary(self, op: str) -> None:
         b = TraceBuilder()
