@@ -70,7 +70,7 @@ def is_applicable(context: Context, fix: Fix) -> bool:
     on = {name.partition("=")[0] for name in context.fixes} & set(FIXES)
     on |= set() if spec is None else set(list_active_fixes(spec))
     on |= {other.name for other in FIXES.values() if other.compiles and trace.compiling is not None}
-    on |= {"activation-checkpointing"} if trace.checkpoints else set()
+    on |= {other.name for other in FIXES.values() if other.is_checkpointing and trace.checkpoints}
     if fix.name in on or any(find_conflict(fix, other) for other in on):
         return False
     if (fix.training_only and is_inference(trace)) or (fix.for_float32 and has_half_tensors(trace)):

@@ -45,7 +45,7 @@ _POLICIES: dict[str, Callable[[], Any]] = {
         "policy": "'selective' keeps the results of matrix products and attention, and runs the rest again; "
         "'full' keeps nothing; full if not given",
     },
-    main_option="every", training_only=True, detect=lambda spec: spec.activation_checkpointing,
+    main_option="every", training_only=True, is_checkpointing=True, detect=lambda spec: spec.activation_checkpointing,
     ladder_order=100, script_order=20, search_order=90, tiers=NOT_STREAMED_TIERS,
     helps={"doctor: activations": 10, "doctor: smaller": 30},
 )  # fmt: skip
