@@ -58,7 +58,7 @@ def _iterate_changes(context: Context) -> Iterator[_Change]:
 
 
 def _make_finding(context: Context, change: _Change) -> Finding | None:
-    """Return the finding; None if the steps in eval mode do not take more memory, or not much."""
+    """Return the finding; None if the steps in eval mode do not take much more memory, or for another reason."""
     ledger, trace = context.ledger, context.ledger.trace
     usual_bytes = max(ledger.allocated[: change.first.begin])
     saved_bytes = ledger.peak_bytes - usual_bytes
@@ -74,17 +74,19 @@ def _make_finding(context: Context, change: _Change) -> Finding | None:
     step = find_phase(context.phases, change.first.begin).step
     after = "its evaluation" if source is None else f"eval() at {file_and_line(source)}"
     needs = _compute_needs(context)
+    if needs is None:  # without checkpointing the mode takes no more memory, but another batch may
+        return None
     decides = is_decisive(context, needs)
     title = (
         f"{name} is trained in eval mode from step {step} on: model.train() is missing after {after}. In training mode "
-        f"the run allocates at most {format_bytes(usual_bytes)}, in eval mode {format_bytes(ledger.peak_bytes)}"
+        f"the run allocates at most {format_bytes(usual_bytes)}, in eval mode {format_bytes(ledger.peak_bytes)}, for "
+        f"activation checkpointing works in training mode alone{f'; with it {describe_cure(context)}' * decides}"
     )
-    evidence = [Evidence(f"fix: call model.train() before training goes on, after {after}", source=source)]
-    if needs is not None:
-        title += ", for activation checkpointing works in training mode alone"
-        evidence.append(effect_evidence(context, needs, "with activation checkpointing"))
-    title += f"; with it {describe_cure(context)}" * decides
-    return Finding("left-in-eval-mode", Severity.WARNING, title, saved_bytes, tuple(evidence), (), is_decisive=decides)
+    evidence = (
+        Evidence(f"fix: call model.train() before training goes on, after {after}", source=source),
+        effect_evidence(context, needs, "with activation checkpointing"),
+    )
+    return Finding("left-in-eval-mode", Severity.WARNING, title, saved_bytes, evidence, (), is_decisive=decides)
 
 
 def _compute_needs(context: Context) -> MemoryNeeds | None:

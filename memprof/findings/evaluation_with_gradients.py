@@ -22,6 +22,10 @@ from memprof.findings.growth import (
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
+# Calls at least, where memory ran out before the first step of an optimizer that the program has made: fewer may be of
+# a loss, whose backward was to come (perceptual losses).
+MIN_CALLS_BEFORE_A_STEP = 8
+
 MIN_BYTES = 64 << 10  # of saved tensors live at once, or growth per call without a graph: less is a decoder's tokens
 
 WARNING_SHARE = 0.05  # of the peak: less is only a note
@@ -64,9 +68,12 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     for all_loops in by_module.values():
         saved: list[int] = []
         loops: list[list[Forward]] = []
+        trained: set[int] = set()  # lines whose calls a backward has used
         for loop in all_loops:
             saved_in_loop = _find_saved_storages(context, loop, training_events)
-            if saved_in_loop is not None:
+            if saved_in_loop is None:
+                trained |= {forward.source for forward in loop}
+            elif not (_is_unfinished(context, saved_in_loop) and _may_be_of_a_loss(context, loop, trained)):
                 saved += saved_in_loop
                 loops.append(loop)
         num_bytes = context.lifetimes.find_max_live(saved).num_bytes
@@ -100,6 +107,21 @@ def _find_saved_storages(context: Context, loop: list[Forward], training_events:
     return saved
 
 
+def _is_unfinished(context: Context, saved: list[int]) -> bool:
+    """Return whether the storages were there when memory ended the run."""
+    oom, deaths = context.ledger.out_of_memory, context.lifetimes.deaths
+    if oom is None or not context.ledger.trace.ended_out_of_memory:
+        return False
+    return any(deaths[index] >= oom.event for index in saved)
+
+
+def _may_be_of_a_loss(context: Context, loop: list[Forward], trained: set[int]) -> bool:
+    """Return whether a backward may have been to come for calls that memory cut: the same lines had one in a step
+    before, or these are few and an optimizer waits for its first step."""
+    waits = bool(context.ledger.trace.first_steps) and len(loop) < MIN_CALLS_BEFORE_A_STEP
+    return waits or not trained.isdisjoint(forward.source for forward in loop)
+
+
 def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     trace, num_bytes, groups = context.ledger.trace, kept.num_bytes, kept.groups
     calls = [forward for loop in kept.loops for forward in loop]
@@ -116,7 +138,14 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
-    evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}", source=source))
+    own = {id(call) for call in calls}
+    others = (call for call in trace.forwards if call.source == calls[0].source and id(call) not in own)
+    trains_too = any(call.training or call.nodes for call in others)
+    if trains_too:
+        evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
+    else:
+        fix = f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}"
+        evidence.append(Evidence(fix, source=source))
     needs = None
     if context.ledger.trace.last_uses and not context.ledger.run.fits:
         needs = compute_needs_without(context, kept.saved)
@@ -124,7 +153,6 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     title += f"; without it {describe_cure(context)}" * decides
     is_large = decides or num_bytes >= WARNING_SHARE * context.ledger.peak_bytes
     severity = Severity.WARNING if is_large else Severity.NOTE
-    trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)
     return Finding(
         "evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit

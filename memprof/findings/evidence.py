@@ -86,7 +86,8 @@ def is_inference(trace: Trace) -> bool:
     """Return whether a run only infers; without a known forward, or where memory ran out before a model was called
     without gradients, it may be training."""
     kinds = {phase.kind for phase in trace.phases}
-    is_known = not trace.ended_out_of_memory or (bool(trace.forwards) and not trace.trains)
+    has_called = bool(trace.forwards) or trace.failed_forward is not None
+    is_known = not trace.ended_out_of_memory or (has_called and not trace.trains)
     return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
 
 

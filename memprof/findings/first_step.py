@@ -14,6 +14,8 @@ def compute_first_step_bytes(context: Context, changed: Trace) -> int:
     """Return the least that the first optimizer step needs if the storages of the run have the sizes of those of
     `changed`: parameters, their gradients and the optimizer's state; 0 if no such step is known to come.
 
+    Of several optimizers the one that takes least counts: which of them steps is not known.
+
     A gradient that does not exist yet is as large as its parameter. State that does not exist shrinks as what there is
     of it, or else as its parameter.
     """
@@ -25,7 +27,7 @@ def compute_first_step_bytes(context: Context, changed: Trace) -> int:
     state = [index for index in held if trace.owners[index].role is Role.OPTIMIZER_STATE]
     before, after = (sum(one.storages[index].num_bytes for index in state) for one in (trace, changed))
     state_share = after / before if before else None
-    return held_bytes + max(_sum_missing(trace, changed, step, state_share) for step in trace.first_steps)
+    return held_bytes + min(_sum_missing(trace, changed, step, state_share) for step in trace.first_steps)
 
 
 @cache_per_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class ModelSettingsWatch:
         trace.checkpoints = trace.checkpoints or is_checkpointing(model)
         with torch.DisableTorchFunction():
             for module in model.modules():
-                if vars(module).get("requires_grad") is False:
+                if vars(module).get("requires_grad") is False and not _has_own_flag(type(module)):
                     self._record_frozen_in_vain(module)
 
     def _record_frozen_in_vain(self, module: nn.Module) -> None:
@@ -81,3 +81,9 @@ class ModelSettingsWatch:
             return original(module, mode)
 
         return train
+
+
+def _has_own_flag(kind: type) -> bool:
+    """Return whether the code of class `kind` reads or sets `requires_grad`, which then is an attribute of its own."""
+    functions = (part for part in vars(kind).values() if isinstance(part, FunctionType))
+    return any("requires_grad" in function.__code__.co_names for function in functions)

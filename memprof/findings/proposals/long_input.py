@@ -13,6 +13,8 @@ from memprof.trace.events import PhaseKind, Role, Trace
 
 MIN_LENGTH = 1024  # of a dimension, so that a size of the model is not taken for a part of it
 
+MIN_PART = 64  # elements along the dimension, in a part
+
 MAX_STRIDE = 16  # a layer's results have at least this fraction of the input's length
 
 _TOLERANCE = 0.001  # of the length: the edges of convolutions
@@ -38,6 +40,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     if 2 * context.lifetimes.sum_bytes(at_peak.intersection(long)) < context.ledger.peak_bytes:
         return
     part = find_fitting_rows(context, long, length)
+    if part < MIN_PART:  # no part helps enough
+        return
     sizes = {index: -(-trace.storages[index].num_bytes * part // length) for index in long}
     change = f"the input {format_shape(shape)} in parts of at most {part:,} of its {length:,}, one after another"
     yield Proposal(resize(trace, sizes), change)

@@ -16,7 +16,6 @@ import torch
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private.autograd import strong_wolfe
-from memprof.torch_private.dispatch import disable_current_modes
 from memprof.virtual.install_context import InstallContext
 
 # An inner product is 1 in a step: that is more than the 1e-10 from which a pair is recorded, and no descent direction
@@ -31,14 +30,10 @@ class Lbfgs(Extension):
         """Yield the patches."""
         original, values = torch.optim.LBFGS.step, context.values
 
-        def is_virtual(parameter: torch.Tensor) -> bool:
-            with torch.DisableTorchFunction(), disable_current_modes():
-                return parameter.detach().is_meta
-
         @functools.wraps(original)
         def step(self: Any, closure: Any) -> Any:
             group = self.param_groups[0]
-            if not any(is_virtual(parameter) for parameter in group["params"]):
+            if not any(parameter.is_cuda for parameter in group["params"]):
                 return original(self, closure)
             context.assume("LBFGS makes all iterations of a step, and records each: values are not known.")
             tolerance = group["tolerance_change"]

@@ -6,7 +6,7 @@ import pytest
 
 from memprof.findings import Finding, Severity, calls, evaluation_accumulates, evaluation_with_gradients
 from memprof.findings.edits import Edit, EditKind
-from memprof.trace.events import NONE, Forward, Holder, Owner, PhaseKind, Role
+from memprof.trace.events import NONE, FirstStep, Forward, Holder, Owner, PhaseKind, Role
 from memprof.units import KIB, MIB
 from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
@@ -350,3 +350,27 @@ def test_new_storages_are_on_the_gpu_and_have_no_role() -> None:
     begin, end = context.lifetimes.births[made[1]], context.lifetimes.births[made[7]]
     assert calls.new_storages(context, begin, end) == [made[1], made[6]]
     assert calls.new_storages(context, begin, end, caches=True) == [made[5]]
+
+
+def cut(number: int, *, waits: bool) -> EvaluationBuilder:
+    """Calls with gradients in eval mode, and a request that ended the run, which let go of what they had saved."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    weight = b.parameter("weight", 256)
+    saved = [b.call(MIB, 4 * MIB, nodes=5)[1] for _ in range(number)]
+    b.alloc(512 * MIB)
+    b.free(*saved)
+    b.trace.ended_out_of_memory = True
+    b.trace.first_steps = [FirstStep((weight,), (NONE,), (2,))] * waits
+    return b
+
+
+@pytest.mark.parametrize(
+    ("number", "settings", "is_told"),
+    [
+        (7, {"waits": True}, False),  # of a loss, it may be: a backward was to come
+        (8, {"waits": True}, True),
+        (2, {"waits": False}, True),
+    ],
+)
+def test_calls_that_memory_cut_may_be_of_a_loss(number: int, settings: dict[str, bool], is_told: bool) -> None:
+    assert bool(evaluation_with_gradients.find(cut(number, **settings).context(256 * MIB))) == is_told

@@ -60,3 +60,11 @@ def test_a_model_that_was_being_moved(usable_mib: int, is_cause: bool) -> None:
     titles = [finding.title for finding in found(b, usable_mib)]
     expected = "Net has 78.64M parameters in float32, 300.00 MiB: more than the 299.00 MiB that the GPU has for them"
     assert titles == [expected] * is_cause
+
+
+def test_of_several_optimizers_the_least_step_counts() -> None:
+    """One that never steps may be there for nothing: 30 and 70 MiB of parameters, of which the second has no state."""
+    b = training(30, 70)
+    first, second = b.trace.first_steps[0].parameters
+    b.trace.first_steps = [FirstStep((first,), (NONE,), (2,)), FirstStep((second,), (NONE,), (0,))]
+    assert [bool(found(b, usable_mib)) for usable_mib in (169, 170)] == [True, False]

@@ -174,3 +174,22 @@ def test_it_comes_before_gradients_that_the_optimizer_has_used() -> None:
     first, *_ = find_all(context)
     assert first.id == "frozen-in-vain" and first.is_decisive
     assert first.title.endswith("; without these gradients alone the run gets past this point")
+
+
+class OwnFlag(nn.Module):
+    """Its attribute is a setting of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        vars(self)["requires_grad"] = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).requires_grad_(self.requires_grad or x.is_leaf)
+
+
+def test_a_flag_of_the_class_itself_freezes_nothing_in_vain() -> None:
+    def program() -> None:
+        OwnFlag().cuda()(torch.ones(8, 8, device="cuda")).sum().backward()
+
+    assert not run(program).ledger.trace.frozen_in_vain
