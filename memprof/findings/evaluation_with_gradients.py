@@ -22,9 +22,8 @@ from memprof.findings.growth import (
 from memprof.trace.events import Forward, Holder
 from memprof.units import format_bytes
 
-# Calls at least, where memory ran out before the first step of an optimizer that the program has made: fewer may be of
-# a loss, whose backward was to come (perceptual losses).
-MIN_CALLS_BEFORE_A_STEP = 8
+# Calls at least, where memory ran out: fewer may be of a loss, whose backward was to come (perceptual losses).
+MIN_CALLS_OF_AN_EVALUATION = 8
 
 MIN_BYTES = 64 << 10  # of saved tensors live at once, or growth per call without a graph: less is a decoder's tokens
 
@@ -68,12 +67,13 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     for all_loops in by_module.values():
         saved: list[int] = []
         loops: list[list[Forward]] = []
-        trained: set[int] = set()  # lines whose calls a backward has used
+        trained: set[int] = set()  # lines of a few calls that a backward has used
         for loop in all_loops:
-            saved_in_loop = _find_saved_storages(context, loop, training_events)
-            if saved_in_loop is None:
-                trained |= {forward.source for forward in loop}
-            elif not (_is_unfinished(context, saved_in_loop) and _may_be_of_a_loss(context, loop, trained)):
+            saved_in_loop = _list_saved_storages(context, loop)
+            last_free = max((context.lifetimes.deaths[index] for index in saved_in_loop), default=0)
+            if bisect.bisect(training_events, loop[0].begin) != bisect.bisect(training_events, last_free):
+                trained |= {forward.source for forward in loop if len(loop) < MIN_CALLS_OF_AN_EVALUATION}
+            elif not _may_be_of_a_loss(context, loop, last_free, trained):
                 saved += saved_in_loop
                 loops.append(loop)
         num_bytes = context.lifetimes.find_max_live(saved).num_bytes
@@ -89,36 +89,27 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     return result
 
 
-def _find_saved_storages(context: Context, loop: list[Forward], training_events: list[int]) -> list[int] | None:
-    """Return the storages that the calls of `loop` saved, without outputs; None if a backward may have used them."""
-    deaths, num_events = context.lifetimes.deaths, len(context.ledger.trace.events)
-    saved: list[int] = []
-    for forward in loop:
-        saved += [
-            index
-            for index in new_storages(context, forward.begin, forward.end)
-            if deaths[index] >= forward.end and index not in forward.outputs
-        ]
-    last_free = max((deaths[index] for index in saved), default=0)
-    if bisect.bisect(training_events, loop[0].begin) != bisect.bisect(training_events, last_free):
-        return None
-    if last_free == num_events and (len(loop) < 2 or context.ledger.trace.failure is not None):
-        return None
-    return saved
+def _list_saved_storages(context: Context, loop: list[Forward]) -> list[int]:
+    """Return the storages that the calls of `loop` saved, without outputs."""
+    deaths = context.lifetimes.deaths
+    return [
+        index
+        for forward in loop
+        for index in new_storages(context, forward.begin, forward.end)
+        if deaths[index] >= forward.end and index not in forward.outputs
+    ]
 
 
-def _is_unfinished(context: Context, saved: list[int]) -> bool:
-    """Return whether the storages were there when memory ended the run."""
-    oom, deaths = context.ledger.out_of_memory, context.lifetimes.deaths
-    if oom is None or not context.ledger.trace.ended_out_of_memory:
+def _may_be_of_a_loss(context: Context, loop: list[Forward], last_free: int, trained: set[int]) -> bool:
+    """Return whether a backward may have been to come for calls whose tensors were there when the run ended: one call,
+    or a run that failed; where memory ended it, calls of a line that had a backward in a step before, or a few while an
+    optimizer waits for its first step."""
+    trace, oom = context.ledger.trace, context.ledger.out_of_memory
+    if last_free == len(trace.events) and (len(loop) < 2 or trace.failure is not None):
+        return True
+    if oom is None or not trace.ended_out_of_memory or last_free < oom.event:
         return False
-    return any(deaths[index] >= oom.event for index in saved)
-
-
-def _may_be_of_a_loss(context: Context, loop: list[Forward], trained: set[int]) -> bool:
-    """Return whether a backward may have been to come for calls that memory cut: the same lines had one in a step
-    before, or these are few and an optimizer waits for its first step."""
-    waits = bool(context.ledger.trace.first_steps) and len(loop) < MIN_CALLS_BEFORE_A_STEP
+    waits = bool(trace.first_steps) and len(loop) < MIN_CALLS_OF_AN_EVALUATION
     return waits or not trained.isdisjoint(forward.source for forward in loop)
 
 
@@ -138,9 +129,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
-    own = {id(call) for call in calls}
-    others = (call for call in trace.forwards if call.source == calls[0].source and id(call) not in own)
-    trains_too = any(call.training or call.nodes for call in others)
+    trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
     if trains_too:
         evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
     else:

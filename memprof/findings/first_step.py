@@ -27,7 +27,7 @@ def compute_first_step_bytes(context: Context, changed: Trace) -> int:
     state = [index for index in held if trace.owners[index].role is Role.OPTIMIZER_STATE]
     before, after = (sum(one.storages[index].num_bytes for index in state) for one in (trace, changed))
     state_share = after / before if before else None
-    return held_bytes + min(_sum_missing(trace, changed, step, state_share) for step in trace.first_steps)
+    return held_bytes + min(sum_missing(trace, changed, step, state_share) for step in trace.first_steps)
 
 
 @cache_per_context
@@ -38,7 +38,7 @@ def _find_held(context: Context) -> list[int]:
     return [index for index in live if index in trace.owners and trace.owners[index].role in _HELD]
 
 
-def _sum_missing(trace: Trace, changed: Trace, step: FirstStep, state_share: float | None) -> int:
+def sum_missing(trace: Trace, changed: Trace, step: FirstStep, state_share: float | None) -> int:
     """Return the bytes of the gradients of a step, and of the state that it still makes."""
     num_bytes = 0.0
     for parameter, gradient, num_states in zip(step.parameters, step.gradients, step.states, strict=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from memprof.findings.evidence import format_shape, param_names, percent
 from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.first_step import compute_first_step_bytes
+from memprof.findings.first_step import sum_missing
+from memprof.findings.optimizer_state import find_state
 from memprof.findings.suggestions import list_fix_names, suggest
-from memprof.trace.events import Trace
+from memprof.trace.events import FirstStep, PhaseKind, Trace
 from memprof.units import format_bytes, format_count
 
 LARGE_SHARE = 0.5  # of the parameters' bytes: one that has as many is named
@@ -19,7 +20,7 @@ def find(context: Context) -> list[Finding]:
     trace, usable_bytes = context.ledger.trace, context.usable_bytes
     if usable_bytes is None or not trace.ended_out_of_memory:
         return []
-    model, step_bytes = trace.moved_model, compute_first_step_bytes(context, trace)
+    model, step_bytes = trace.moved_model, _compute_step_bytes(context)
     if model is not None and model.num_bytes > usable_bytes:
         count, num_bytes = format_count(model.num_parameters), model.num_bytes
         title = f"{model.class_name} has {count} parameters in {model.dtype}, {format_bytes(num_bytes)}"
@@ -33,6 +34,24 @@ def find(context: Context) -> list[Finding]:
     found = suggest(context)
     fixes = list_fix_names(found)
     return [Finding("model-state", Severity.WARNING, title, num_bytes, (), fixes, is_decisive=True, suggestions=found)]
+
+
+def _compute_step_bytes(context: Context) -> int:
+    """Return the least that the parameters of an optimizer that has made no step take with their gradients and state,
+    without what else there is (other models); 0 if there is none. Of several optimizers the one that takes least."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    oom, made = context.ledger.out_of_memory, 0
+    if oom is not None:
+        begin, phase = max((one for one in context.phases if one[0] <= oom.event), key=lambda one: one[0])
+        if phase.kind is PhaseKind.OPTIMIZER_STEP:  # which has made a part of its state
+            new = (index for index in find_state(context) if births[index] >= begin and index != oom.storage)
+            made = sum(trace.storages[index].num_bytes for index in new)
+    return min((made + _sum_own(trace, step) for step in trace.first_steps), default=0)
+
+
+def _sum_own(trace: Trace, step: FirstStep) -> int:
+    own = [index for index in step.parameters if trace.storages[index].device == trace.device]
+    return sum(trace.storages[index].num_bytes for index in own) + sum_missing(trace, trace, step, None)
 
 
 def _describe_largest_parameter(trace: Trace) -> str:

@@ -76,7 +76,10 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
         text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
         lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
     found = suggest_against(context, "optimizer-step-temporaries")
-    decides = not ledger.run.fits and is_decisive(context, _compute_needs_without_temporaries(context))
+    # In a later step something else has grown, if memory runs out there.
+    is_first = sum(phase.kind is PhaseKind.OPTIMIZER_STEP for _, phase in context.phases) == 1
+    is_known = is_first or not trace.ended_out_of_memory
+    decides = is_known and not ledger.run.fits and is_decisive(context, _compute_needs_without_temporaries(context))
     title += f"; without them {describe_cure(context)}" * decides
     return [
         Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Finding, model_state
-from memprof.trace.events import NONE, FirstStep, MovedModel, PhaseKind
+from memprof.trace.events import NONE, FirstStep, MovedModel, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -63,8 +63,23 @@ def test_a_model_that_was_being_moved(usable_mib: int, is_cause: bool) -> None:
 
 
 def test_of_several_optimizers_the_least_step_counts() -> None:
-    """One that never steps may be there for nothing: 30 and 70 MiB of parameters, of which the second has no state."""
+    """One that never steps may be there for nothing: 30 MiB of parameters with two states, and 70 MiB with none."""
     b = training(30, 70)
     first, second = b.trace.first_steps[0].parameters
     b.trace.first_steps = [FirstStep((first,), (NONE,), (2,)), FirstStep((second,), (NONE,), (0,))]
-    assert [bool(found(b, usable_mib)) for usable_mib in (169, 170)] == [True, False]
+    assert [bool(found(b, usable_mib)) for usable_mib in (119, 120)] == [True, False]
+
+
+def test_state_that_the_step_has_made_counts_and_that_of_other_models_does_not() -> None:
+    """100 MiB each of the parameters, of their gradients, and of two states, of which the second is refused."""
+    b = TraceBuilder()
+    b.parameter("old.weight", 50, 1 << 18)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.new(100, 1 << 18, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    parameter = b.parameter("weight", 100, 1 << 18)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.new(100, 1 << 18, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    b.new(100, 1 << 18, op="aten.zeros_like")
+    b.trace.ended_out_of_memory = True
+    b.trace.first_steps = [FirstStep((parameter,), (NONE,), (1,))]
+    assert [bool(found(b, usable_mib)) for usable_mib in (399, 400)] == [True, False]
