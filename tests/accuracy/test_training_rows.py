@@ -195,7 +195,8 @@ _POINTS = (
 )
 
 
-@pytest.mark.parametrize("name", by_day(READINGS, "Qwen2.5-0.5B lora"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", READINGS)
 def test_readings_of_the_adapter_benchmark(name: str) -> None:
     """Within 1.2 MiB; of what torch counts, some are rests of up to 1 MiB that blocks keep. In half precision weights
     are moved first, and 8 MiB of such rests are in every reading, and not in the sum of the tensors, the peak here."""

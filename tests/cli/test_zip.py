@@ -62,6 +62,7 @@ def test_it_is_imported_from_there(archive, tmp_path) -> None:
     assert "recommend" in run(archive, tmp_path, "-m", "memprof", "--help")
 
 
+@pytest.mark.nightly
 def test_a_recipe_runs_and_is_copied(archive, tmp_path) -> None:
     assert "--no-clock" in run(archive, tmp_path, "-m", "memprof", "recipes", "run", "5", "--help")
     run(archive, tmp_path, "-m", "memprof", "recipes", "cp", "5", "copy")

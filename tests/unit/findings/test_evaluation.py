@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memprof
 from memprof.findings import Finding, Severity
+from tests.lanes import by_day
 
 LOGITS = 512 * 1000 * 4
 RULES = ("evaluation-accumulates", "evaluation-with-gradients", "memory-growth")
@@ -181,7 +182,7 @@ def test_losses_that_keep_the_graphs_of_evaluation() -> None:
     assert any("list `losses`, filled at" in line.text for line in finding.evidence)
 
 
-@pytest.mark.parametrize(("num_batches", "is_decisive"), [(20, False), (60, True)])
+@pytest.mark.parametrize(("num_batches", "is_decisive"), by_day([(20, False), (60, True)], (60, True)))
 def test_says_whether_the_run_fits_without_gradients(num_batches: int, is_decisive: bool) -> None:
     """1.2 GiB a batch, and as much again that its GELU saves; what is kept of it is little."""
 

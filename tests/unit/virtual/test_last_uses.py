@@ -18,6 +18,7 @@ from memprof.virtual.function_mode import FunctionMode
 from memprof.watch import holders, idle
 from memprof.watch.collection import disable_garbage_collection
 from memprof.watch.cycles import find_cycle
+from tests.lanes import by_day
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
 ELEMENTS = 1 << 20
@@ -161,7 +162,7 @@ class Ring:
         self.tensor, self.ring = tensor, self
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_kept", by_day([False, True], True))
 def test_what_a_dropped_cycle_has_is_garbage_unless_another_tensor_of_it_is_kept(*, is_kept: bool) -> None:
     """As a view in a dropped cycle, of a tensor that a variable has too."""
     with memprof.virtual_gpu("h100-80gb") as gpu, disable_garbage_collection():

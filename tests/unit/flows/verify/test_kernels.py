@@ -110,6 +110,7 @@ def test_nothing_stays_replaced():
     assert (compiler.cpp_pybinding, compiler.wait) == before
 
 
+@pytest.mark.nightly
 def test_what_each_process_asks_for_is_asked_once(cache, monkeypatch):
     cache()
     precompile_header()
