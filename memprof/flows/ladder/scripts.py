@@ -18,6 +18,7 @@ from pathlib import Path
 
 from memprof.command_line import make_run_command
 from memprof.errors import MemprofError, UsageError
+from memprof.findings.evidence import is_inference
 from memprof.fixes.catalog import FIXES, Numerics, script_fix_names
 from memprof.fixes.chosen import ChosenFix
 from memprof.flows.account import analyze, replace_allocator_settings
@@ -53,14 +54,17 @@ class ScriptRuns(Runs):
         """Do nothing: a script may depend on files of its previous run, so runs are made one by one."""
 
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if a fix cannot be switched on from outside, or acts too late to change where memory ends.
+        """Raise UsageError if a fix cannot be switched on from outside, acts too late to change where memory ends, or
+        is for training, and the script only infers.
 
-        Fixes of models are applied at a model's first call with gradients (fixes/script_fixes.py)."""
+        Fixes of models are applied at a model's first call (fixes/script_fixes.py)."""
         for fix in fixes:
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)
             if self.ends_before_calls and not fix.fix.alloc_conf:
                 raise UsageError("it acts from the first call of a model, before which memory runs out")
+            if fix.fix.training_only and is_inference(self.original.trace):
+                raise UsageError("it is for training, and this script only infers")
 
     @functools.cached_property
     def ends_before_calls(self) -> bool:

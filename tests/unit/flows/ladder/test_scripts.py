@@ -3,6 +3,7 @@
 import pytest
 
 from memprof.device.catalog import find_gpu
+from memprof.fixes.catalog import FIXES
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
 from memprof.flows.gpus import make_device_facts, resolve_settings
@@ -16,13 +17,15 @@ from tests.unit.traces import TraceBuilder
 NAMES = ("expandable-segments", "activation-checkpointing")
 
 
-def _recorded(fixes, *sizes_of_model, batch=1 << 20):
-    """A model, and a batch for its forward."""
+def _recorded(fixes, *sizes_of_model, batch=1 << 20, trains=True):
+    """A model, and a batch for its forward; then a backward, if it `trains`."""
     b = TraceBuilder()
     for size in sizes_of_model:
         b.new(size)
     b.phase(PhaseKind.FORWARD)
     b.new(batch)
+    if trains:
+        b.phase(PhaseKind.BACKWARD)
     gpu = find_gpu("rtx-4090")
     b.trace.facts = Facts(
         command="run",
@@ -62,6 +65,20 @@ def test_a_search_tries_no_fix_that_acts_only_later(monkeypatch, sizes_of_model,
     reason = "all others act from the first call of a model, before which memory runs out"
     assert document.ladder_reason.endswith(reason) is not tries
     assert ("acts from the first call" in document.ladder_left_out.get("compile", "")) is not tries
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_search_tries_no_fix_for_training_in_an_inference(monkeypatch, trains):
+    tried = set()
+
+    def run(self, fixes):
+        tried.update(fix.fix.name for fix in fixes)
+        return _recorded(fixes, batch=10 << 30, trains=trains)
+
+    monkeypatch.setattr(ScriptRuns, "_run", run)
+    _, document = search_script_fixes(Program("a.py"), RunSpec(gpu="rtx-4090"), lambda doing: None)
+    assert bool(tried & {name for name, fix in FIXES.items() if fix.training_only}) == trains and "compile" in tried
+    assert ("only infers" in document.ladder_left_out.get("chunked-loss", "")) is not trains
 
 
 def test_a_run_that_fails_says_what_the_script_said() -> None:
