@@ -808,6 +808,9 @@ def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
         (10, False, 1),
         (1200, True, 8),
         (1196, True, 4),
+        (326, True, 1),
+        (324, True, 2),  # not half of the GPU with any, but all of it with two
+        (160, True, 1),
     ],
 )
 def test_half_of_the_rows_or_the_first_fraction_that_fits(usable_mib: int | None, ended: bool, rows: int) -> None:
