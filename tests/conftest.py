@@ -36,8 +36,10 @@ _CHECK = ("unit", "golden", "cli/test_doctor.py", "cli/test_errors.py", "cli/tes
 # ... but for these, and for single tests with the marker `slow`.
 _NOT_IN_CHECK = (
     "golden/test_unchanged.py",
+    "unit/findings/test_evaluation.py",
     "unit/findings/test_leaks.py",
     "unit/findings/test_parallel.py",
+    "unit/findings/test_proposals.py",
     "unit/findings/test_steady_states.py",
     "unit/flows/recommend",
     "unit/flows/test_plans.py",
@@ -54,6 +56,9 @@ _NOT_IN_CHECK = (
     "unit/virtual/distributed",
     "unit/virtual/test_autocast.py",
     "unit/virtual/test_autocast_models.py",
+    "unit/virtual/test_caught_errors.py",
+    "unit/virtual/test_last_uses.py",
+    "unit/virtual/test_refusals.py",
     "unit/watch",
     "unit/workload",
 )
