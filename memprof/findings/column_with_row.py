@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.allocator import compute_memory_needs
-from memprof.findings.effect import describe_cure, format_reserved, is_decisive
+from memprof.findings.effect import compute_needs_of, describe_cure, format_reserved, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at, is_large
@@ -38,7 +37,7 @@ def find(context: Context) -> list[Finding]:
     )
     if not is_large(context, num_bytes):
         return []
-    needs = compute_memory_needs(resize(trace, sizes), run.gpu, run.config, run.release)
+    needs = compute_needs_of(context, resize(trace, sizes))
     storage = trace.storages[largest]
     (length, _), line = storage.shape, trace.source_line(storage)
     title = (

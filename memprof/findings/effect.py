@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from memprof.allocator import MemoryNeeds, compute_memory_needs
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.what_if import free_earlier
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, Trace
 from memprof.units import format_bytes
 
 
@@ -22,8 +22,13 @@ def compute_needs_without(context: Context, storages: Iterable[int]) -> MemoryNe
 
 def compute_needs_with_frees(context: Context, frees: Mapping[int, int]) -> MemoryNeeds:
     """Return what the run needs if each storage in `frees` is freed at the event there, which is before it is freed."""
+    return compute_needs_of(context, free_earlier(context.ledger.trace, frees))
+
+
+def compute_needs_of(context: Context, changed: Trace) -> MemoryNeeds:
+    """Return what `changed`, the trace of the run with a change, needs on the run's GPU with its settings."""
     run = context.ledger.run
-    return compute_memory_needs(free_earlier(context.ledger.trace, frees), run.gpu, run.config, run.release)
+    return compute_memory_needs(changed, run.gpu, run.config, run.release)
 
 
 def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from memprof.allocator import MemoryNeeds, compute_memory_needs
-from memprof.findings.effect import describe_cure, effect_evidence, is_decisive
+from memprof.allocator import MemoryNeeds
+from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import is_large
@@ -37,13 +37,12 @@ def _iterate_changes(context: Context) -> Iterator[_Change]:
     Training goes on after it: there is a backward and a step of an optimizer, or memory has run out before.
     """
     trace = context.ledger.trace
-    failed = [] if trace.failed_forward is None else [trace.failed_forward]
     trained_at = [
         [time for time, phase in context.phases if phase.kind is kind]
         for kind in (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
     ]
     for module in {forward.module for forward in trace.forwards}:
-        calls = [forward for forward in (*trace.forwards, *failed) if forward.module == module]
+        calls = [forward for forward in trace.list_calls() if forward.module == module]
         graded = [forward for forward in calls if forward.nodes]
         first = next((forward for forward in graded if not forward.training), None)
         if first is None or not graded[0].training or any(one.training and one.begin > first.begin for one in graded):
@@ -91,6 +90,5 @@ def _make_finding(context: Context, change: _Change) -> Finding | None:
 
 def _compute_needs(context: Context) -> MemoryNeeds | None:
     """Return what the run needs if its layers run again in each backward; None if the program does not ask for that."""
-    run = context.ledger.run
     changed = checkpoint_layers(context) if context.ledger.trace.checkpoints else None
-    return None if changed is None else compute_memory_needs(changed, run.gpu, run.config, run.release)
+    return None if changed is None else compute_needs_of(context, changed)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.allocator import compute_memory_needs
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
@@ -163,13 +162,13 @@ def _make_finding(
 def _is_decisive(context: Context, kept: set[int]) -> bool:
     """Return whether the run does not fit, and would with `kept` in host memory, and the failed allocation too if the
     same line makes that."""
-    run, trace, oom = context.ledger.run, context.ledger.trace, context.ledger.out_of_memory
+    trace, oom = context.ledger.trace, context.ledger.out_of_memory
     if oom is None:
         return False
     made = {(trace.storages[index].source, trace.storages[index].op) for index in kept}
     failed = trace.storages[oom.storage]
     away = kept | {oom.storage} if (failed.source, failed.op) in made else kept
-    needs = compute_memory_needs(resize(trace, dict.fromkeys(away, 0)), run.gpu, run.config, run.release)
+    needs = compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
     return is_decisive(context, needs)
 
 

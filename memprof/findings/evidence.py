@@ -86,9 +86,13 @@ def is_inference(trace: Trace) -> bool:
     """Return whether a run only infers; without a known forward, or where memory ran out before a model was called
     without gradients, it may be training."""
     kinds = {phase.kind for phase in trace.phases}
-    has_called = bool(trace.forwards) or trace.failed_forward is not None
-    is_known = not trace.ended_out_of_memory or (has_called and not trace.trains)
+    is_known = not trace.ended_out_of_memory or (bool(trace.list_calls()) and not trace.trains)
     return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
+
+
+def is_input(trace: Trace, index: int) -> bool:
+    """Return whether the storage `index` is an input of a model."""
+    return index in trace.owners and trace.owners[index].role is Role.INPUT
 
 
 def ends_in_building(trace: Trace) -> bool:

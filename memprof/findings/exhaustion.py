@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from memprof.allocator import compute_memory_needs
+from memprof.findings.effect import compute_needs_of
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_step_leaks
 from memprof.ledger.steps import TrainingStep, list_training_steps
@@ -160,7 +160,7 @@ class _Continuation:
 
     def fits_until(self, step: int) -> bool:
         """Return whether all allocations succeed up to the end of `step`."""
-        run, base = self.context.ledger.run, self.context.ledger.trace
+        base = self.context.ledger.trace
         trace = dataclasses.replace(base, events=list(base.events), storages=list(base.storages))
         template_storage = trace.storages[self.leaks[0].group.storages[0]]
         for later_step in range(self.last_step.step + 1, step):
@@ -169,7 +169,7 @@ class _Continuation:
                     trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
                     trace.storages.append(template_storage._replace(num_bytes=num_bytes))
         trace.events += self._make_step_events(trace)
-        return compute_memory_needs(trace, run.gpu, run.config, run.release).fits
+        return compute_needs_of(self.context, trace).fits
 
     def _make_step_events(self, trace: Trace) -> Iterator[Event]:
         """Yield the events of the template step for a new step; its storages are appended to `trace`."""

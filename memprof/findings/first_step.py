@@ -1,4 +1,4 @@
-"""What is known of the first optimizer step, where memory ran out before its end: gradients and state still come."""
+"""Bytes of the first optimizer step, where memory ran out before its end: gradients and state that still come."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from memprof.findings.evidence import is_input
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import (
     MIN_RISES,
@@ -28,7 +29,7 @@ from memprof.findings.growth import (
     make_key,
 )
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import Holder, PhaseKind, Role, Trace
+from memprof.trace.events import Holder, PhaseKind, Trace
 
 MIN_SHARE = 0.05  # of the peak: what accumulates less does not decide it
 
@@ -59,7 +60,7 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
     members: dict[Key, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):
         if (
-            (index not in trace.owners or _is_input(trace, index))
+            (index not in trace.owners or is_input(trace, index))
             and not storage.hidden
             and storage.device == trace.device
         ):
@@ -75,7 +76,7 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
         if leaks and sum(leak.num_bytes for leak in leaks) >= MIN_SHARE * ledger.peak_bytes:
             holders = by_holder(trace, leaks)
             if unit == CALL:
-                if not any(_is_input(trace, index) for leak in leaks for index in leak.storages):
+                if not any(is_input(trace, index) for leak in leaks for index in leak.storages):
                     continue  # calls without inputs of their own compute with the results of others
                 # One backward frees all.
                 held = (holder for holder in (*holders, _find_sum_of_calls(trace, ends)) if holder is not None)
@@ -121,10 +122,6 @@ def _find_sum_of_calls(trace: Trace, ends: list[int]) -> Holder | None:
     """Return the variable whose graph has the most nodes, of those that were found after the last of the calls."""
     sums = [holder for holder in trace.holders if not holder.kind and holder.nodes and holder.event > ends[-1]]
     return max(sums, key=lambda holder: holder.nodes, default=None)
-
-
-def _is_input(trace: Trace, index: int) -> bool:
-    return index in trace.owners and trace.owners[index].role is Role.INPUT
 
 
 def _find_stretch(context: Context, key: Key, members: list[int], ends: list[int]) -> tuple[LeakGroup, int] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from memprof.allocator import MemoryNeeds, compute_memory_needs
-from memprof.findings.effect import describe_cure, is_decisive
+from memprof.allocator import MemoryNeeds
+from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
 from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
@@ -96,8 +96,7 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
 
 
 def _compute_needs_without_temporaries(context: Context) -> MemoryNeeds:
-    run, sizes = context.ledger.run, dict.fromkeys(find_temporaries(context), 0)
-    return compute_memory_needs(resize(context.ledger.trace, sizes), run.gpu, run.config, run.release)
+    return compute_needs_of(context, resize(context.ledger.trace, dict.fromkeys(find_temporaries(context), 0)))
 
 
 @cache_per_context

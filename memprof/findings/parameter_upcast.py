@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from memprof.allocator import compute_memory_needs
-from memprof.findings.effect import describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
 from memprof.findings.evidence import HALF_DTYPES, file_and_line, mask_compute_phases, param_names, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.what_if import resize
@@ -44,7 +43,7 @@ def find(context: Context) -> list[Finding]:
         evidence = (*lines, fix) if own_line is not None else lines
         excess = max_live.num_bytes // 2
         sizes = {copy: trace.storages[copy].num_bytes // 2 for copy in copies}
-        needs = compute_memory_needs(resize(trace, sizes), ledger.run.gpu, ledger.run.config, ledger.run.release)
+        needs = compute_needs_of(context, resize(trace, sizes))
         decides = is_decisive(context, needs)
         title += f"; without the copies {describe_cure(context)}" * decides
         findings.append(

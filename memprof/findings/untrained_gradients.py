@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 
-from memprof.allocator import compute_memory_needs
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import describe_cure, format_reserved, is_decisive
+from memprof.findings.effect import compute_needs_of, describe_cure, format_reserved, is_decisive
 from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.idle_storages import find_phase
@@ -49,8 +48,8 @@ def find(context: Context) -> list[Finding]:
     source = None if call is None else trace.source_at(call.source)
     line = file_and_line(source)
     name = "" if call is None else f" of {trace.modules[call.module].class_name}, called at {line},"
-    run, changed = context.ledger.run, free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
-    needs = compute_memory_needs(changed, run.gpu, run.config, run.release)
+    changed = free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
+    needs = compute_needs_of(context, changed)
     decides = is_decisive(context, needs)
     what = (
         f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that no optimizer updates: "
@@ -73,7 +72,7 @@ def find(context: Context) -> list[Finding]:
     fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
     lines = (
         Evidence(fix, source=None if edit is None else source),
-        Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
+        Evidence(f"the run {format_reserved(needs, context.ledger.run.required_reserved_bytes)}", num_bytes=num_bytes),
         *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:_MOST_SHOWN],
         *tensors_evidence(context, saved, max_saved.event, lambda index: "saved")[:_MOST_SHOWN],
     )
@@ -120,7 +119,7 @@ def _find_call(context: Context, storages: list[int]) -> Forward | None:
     """Return the last outermost call of those, alike in module and line, in which most bytes of `storages` were made,
     or what they are gradients of."""
     trace, births = context.ledger.trace, context.lifetimes.births
-    forwards = [*trace.forwards, *([] if trace.failed_forward is None else [trace.failed_forward])]
+    forwards = trace.list_calls()
     calls: dict[tuple[int, int], Forward] = {}
     sizes: Counter[tuple[int, int]] = Counter()
     for index in storages:

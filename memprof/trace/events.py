@@ -333,7 +333,7 @@ class UntrainedSpan(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """What the first step of an optimizer has and makes, where memory ran out before its end: a row per parameter."""
+    """First step of an optimizer, where memory ran out before its end; each field has an entry per parameter."""
 
     parameters: tuple[int, ...]  # storages
     gradients: tuple[int, ...]  # of each, the storage of its gradient; NONE: it has none yet
@@ -522,6 +522,10 @@ class Trace:
         """Return the phases in order, each with the index of the event at which it begins."""
         phase, phases = EventKind.PHASE, self.phases
         return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
+
+    def list_calls(self) -> list[Forward]:
+        """Return the forwards, and the one in which memory ran out."""
+        return [*self.forwards, *([] if self.failed_forward is None else [self.failed_forward])]
 
     def lifetimes(self) -> tuple[list[int], list[int]]:
         """Return the events of each storage's allocation and free; the trace's length if there is no such event."""

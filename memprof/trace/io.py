@@ -222,7 +222,7 @@ def _check_references(trace: Trace) -> None:
     for module in trace.modules:
         if module.role is ModuleRole.LAYER:
             _ = module.number
-    forwards = [*trace.forwards, *([] if trace.failed_forward is None else [trace.failed_forward])]
+    forwards = trace.list_calls()
     storage_indices = {
         index
         for row in (

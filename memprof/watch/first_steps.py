@@ -1,4 +1,4 @@
-"""What the first steps of optimizers will make, for a run that memory ends before."""
+"""First steps of optimizers to which a run did not come, because memory ended it."""
 
 from __future__ import annotations
 

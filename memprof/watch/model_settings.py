@@ -1,4 +1,4 @@
-"""What a program has set on its models: activation checkpointing, eval mode, and what freezes no parameters."""
+"""Settings of a program's models: activation checkpointing, eval mode, and attributes that freeze no parameters."""
 
 from __future__ import annotations
 

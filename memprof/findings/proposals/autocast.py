@@ -23,7 +23,8 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 
 @proposes(70, fix="amp-bfloat16")
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change for a model in float32; its saving is a lower bound."""
+    """Yield the change for a model in float32; its saving is a lower bound, but for float32 copies that norms save for
+    the backward: they are counted in the forward alone."""
     trace = context.ledger.trace
     halved, copied = _find_halved(trace)
     if halved:

@@ -1,8 +1,7 @@
 """Proposes a shorter history for LBFGS, whose state has two vectors of all parameters for each of its iterations.
 
-(PyTorch's documentation of torch.optim.LBFGS: "This is a very memory intensive optimizer (it requires additional
-param_bytes * (history_size + 1) bytes). If it doesn't fit in memory try reducing the history size". Its code keeps two
-such lists, old_dirs and old_stps.)
+PyTorch's documentation of torch.optim.LBFGS counts `history_size + 1` times the bytes of the parameters. Its code keeps
+two lists, old_dirs and old_stps, of `history_size` vectors each.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memprof.findings.evidence import format_shape, is_inference
+from memprof.findings.evidence import format_shape, is_inference, is_input
 from memprof.findings.finding import Context
 from memprof.findings.proposals.batches import find_fitting_rows
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import PhaseKind, Role, Trace
+from memprof.trace.events import PhaseKind, Trace
 
 MIN_LENGTH = 1024  # of a dimension, so that a size of the model is not taken for a part of it
 
@@ -29,7 +29,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     With a batch, fewer samples at a time are the better change. In training, parts would be other samples.
     """
     trace, at_peak = context.ledger.trace, context.lifetimes.at_peak
-    inputs = [trace.storages[index].shape for index in at_peak if _is_input(trace, index)]
+    inputs = [trace.storages[index].shape for index in at_peak if is_input(trace, index)]
     if context.spec is not None or len(inputs) != 1 or not is_inference(trace):
         return
     (shape,) = inputs
@@ -45,11 +45,6 @@ def propose(context: Context) -> Iterator[Proposal]:
     sizes = {index: -(-trace.storages[index].num_bytes * part // length) for index in long}
     change = f"the input {format_shape(shape)} in parts of at most {part:,} of its {length:,}, one after another"
     yield Proposal(resize(trace, sizes), change)
-
-
-def _is_input(trace: Trace, index: int) -> bool:
-    owner = trace.owners.get(index)
-    return owner is not None and owner.role is Role.INPUT
 
 
 def _is_along(trace: Trace, index: int, length: int) -> bool:

@@ -374,3 +374,17 @@ def cut(number: int, *, waits: bool) -> EvaluationBuilder:
 )
 def test_calls_that_memory_cut_may_be_of_a_loss(number: int, settings: dict[str, bool], is_told: bool) -> None:
     assert bool(evaluation_with_gradients.find(cut(number, **settings).context(256 * MIB))) == is_told
+
+
+@pytest.mark.parametrize(("line", "is_told"), [(CALL, False), ("eval.py:9 main", True)])
+def test_calls_of_a_line_that_a_backward_used_in_an_earlier_step_are_of_a_loss(line: str, is_told: bool) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    trained = b.call(MIB, 4 * MIB, nodes=5)[1]
+    b.phase(PhaseKind.BACKWARD)
+    b.free(trained)
+    b.phase(PhaseKind.FORWARD)
+    saved = [b.call(MIB, 4 * MIB, nodes=5, line=line)[1] for _ in range(2)]
+    b.alloc(512 * MIB)
+    b.free(*saved)
+    b.trace.ended_out_of_memory = True
+    assert bool(evaluation_with_gradients.find(b.context(256 * MIB))) == is_told

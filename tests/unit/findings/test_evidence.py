@@ -146,6 +146,8 @@ def test_a_run_infers_if_it_goes_forward_only(
     b.trace.ended_out_of_memory, b.trace.trains = ended, trains
     b.trace.forwards = [Forward(0, 1, 0, NONE, trains, 0, ())] * num_calls
     assert is_inference(b.trace) is expected
+    b.trace.failed_forward = b.trace.forwards.pop() if num_calls else None  # the call in which memory ran out
+    assert is_inference(b.trace) is expected
 
 
 # -- evidence --------------------------------------------------------------------------------------------------------

@@ -69,11 +69,7 @@ def test_batches_and_training_have_other_changes() -> None:
     assert not proposals((64, LENGTH), is_trained=True)
 
 
-@pytest.mark.parametrize(("usable_mib", "helps"), [(400, True), (4, False)])
-def test_parts_of_a_few_elements_are_no_help(usable_mib: int, helps: bool) -> None:
-    b = TraceBuilder(PhaseKind.FORWARD)
-    b.enter("net")
-    b.new(1, LENGTH, owner=(Role.INPUT, "x"))
-    b.new(64, LENGTH)
-    b.new(64, LENGTH)
-    assert bool(list(long_input.propose(b.context(usable_mib << 20)))) == helps
+@pytest.mark.parametrize(("part", "helps"), [(64, True), (63, False)])
+def test_parts_of_a_few_elements_are_no_help(monkeypatch: pytest.MonkeyPatch, part: int, helps: bool) -> None:
+    monkeypatch.setattr(long_input, "find_fitting_rows", lambda context, storages, num_rows: part)
+    assert bool(proposals((64, LENGTH))) == helps

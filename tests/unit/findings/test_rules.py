@@ -710,6 +710,18 @@ class TestOptimizer:
         (finding,) = of(b.context(needed_bytes - fewer_mib * MIB), "optimizer-step-temporaries")
         assert finding.is_decisive == decides == finding.title.endswith("; without them the run fits")
 
+    @pytest.mark.parametrize(("num_steps", "decides"), [(1, True), (2, False)])
+    def test_in_a_later_step_something_else_has_grown_if_memory_runs_out(self, num_steps: int, decides: bool) -> None:
+        b = training(16, 1000, dtype="bfloat16", layers=4)
+        for step in range(1, num_steps + 1):
+            b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        for _ in range(4):
+            b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt")
+        b.trace.ended_out_of_memory = True
+        needed_bytes = b.context().ledger.run.required_reserved_bytes
+        (finding,) = of(b.context(needed_bytes - 2 * MIB), "optimizer-step-temporaries")
+        assert finding.is_decisive == decides
+
     @pytest.mark.parametrize("op", ["aten.zeros_like", "aten.sqrt"])
     def test_state_that_the_step_is_about_to_make_is_no_temporary(self, op: str) -> None:
         b = TraceBuilder()
