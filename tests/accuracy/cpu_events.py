@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Change(NamedTuple):
     num_bytes: int
     op: str
     calls: tuple[Call, ...] = ()  # The operators inside which it happened, outermost first (CPU only).
+    given: bool = False  # The block was given to another thread, which may be the last to let go of it (CPU only).
 
 
 def call_of(node: Any, number: int) -> Call:
@@ -109,9 +110,13 @@ def on_cpu(program: Program) -> list[Change]:
 
 def changes_of(recorded: profile) -> list[Change]:
     """All that torch's profiler saw, in order. What another thread than the program's makes has OF_A_THREAD as its
-    outermost operator."""
+    outermost operator.
+
+    The profiler does not see what the threads of a process group do: of a block that was given to them, a free is
+    missing where they were last, or it is that of what they made at the same address.
+    """
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    found: list[tuple[int, int, int, tuple[Call, ...]]] = []  # time, bytes, address, calls
+    found: list[tuple[int, int, int, tuple[Call, ...]]] = []  # time, bytes (0: given away), address, calls
     number = 0
 
     def walk(node: Any, calls: tuple[Call, ...]) -> None:
@@ -121,6 +126,10 @@ def changes_of(recorded: profile) -> list[Change]:
         elif node.name.startswith(("aten::", "c10d::")):
             number += 1
             calls = (*calls, call_of(node, number))
+            if node.name.startswith("c10d::"):
+                found.extend(
+                    (node.start_time_ns, 0, address, calls) for address in _addresses(node.extra_fields.inputs)
+                )
         for child in node.children:
             walk(child, calls)
 
@@ -131,13 +140,25 @@ def changes_of(recorded: profile) -> list[Change]:
     found.sort(key=lambda change: change[0])
     changes: list[Change] = []
     blocks: dict[int, int] = {}
+    given = set()
     count = 0
     for _, num_bytes, address, calls in found:
         op = calls[-1].name if calls else ""
-        if num_bytes > 0:
+        if not num_bytes:
+            given.add(blocks.get(address, BEFORE))
+        elif num_bytes > 0:
             blocks[address] = count
             changes.append(Change(False, count, num_bytes, op, calls))
             count += 1
         else:
             changes.append(Change(True, blocks.pop(address, BEFORE), -num_bytes, op, calls))
-    return changes
+    return [change._replace(given=change.block in given - {BEFORE}) for change in changes]
+
+
+def _addresses(inputs: Any) -> Iterator[int]:
+    """Where the storages of the tensors begin that stand in `inputs`, or in lists there."""
+    for one in inputs:
+        if isinstance(one, list):
+            yield from _addresses(one)
+        elif address := getattr(one, "storage_data_ptr", None):
+            yield address

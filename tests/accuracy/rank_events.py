@@ -15,6 +15,7 @@ import pickle
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
     for owner in (_foreach_utils, optimizer):  # which optimizer a GPU has
         owner._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
     kept = _flash_attention()
+    _let_threads_end()
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as recorded:
         outcome = Program(SCRIPT, (name,)).run(StopRule(None))
@@ -69,6 +71,21 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
         traceback.print_exception(outcome.error)
         raise RuntimeError(f"{name} failed on the CPU: {outcome.error!r}")
     return changes_of(recorded)
+
+
+def _let_threads_end() -> None:
+    """Wait after each collective for gloo's thread to let go of its result: autograd adds to a gradient in place only
+    where it is the last to hold it, as it is on a GPU."""
+    from torch.distributed import _functional_collectives as collectives
+
+    wait = collectives.wait_tensor
+
+    def wait_tensor(tensor: Any) -> Any:
+        result = wait(tensor)
+        time.sleep(0.005)
+        return result
+
+    collectives.wait_tensor = wait_tensor
 
 
 def _flash_attention() -> Any:

@@ -2,7 +2,8 @@
 it runs alone, is what it allocates on the CPU.
 
 Every allocation and free of the GPU has one of as many bytes, in the same order, there. What the CPU has beyond is
-named in cpu_temporaries.py and in OOM_END_NOTE; when gloo's threads let go of what they were given is not compared.
+named in cpu_temporaries.py and in OOM_END_NOTE. Of what gloo's threads were given, frees are not compared: who lets go
+of it last is a race.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ HALF, FLOAT = 2, 4
 class Ranks(NamedTuple):
     sides: Comparison
     beyond: Counter[str]  # Blocks that the CPU has beyond, by reason.
-    unseen: int  # Frees that gloo's threads did, or nobody: they are of blocks that the two sides have alike.
+    of_given: int  # The GPU's frees of blocks that gloo's threads were given on the CPU, which are not compared.
+    unseen: int  # How many of them the CPU's record lacks: a thread was last.
 
 
 def _statistics_in_float(cpu: list[Change]) -> list[Change]:
@@ -112,13 +114,16 @@ def compare(cpu: list[Change], virtual: list[Change]) -> Ranks:
     both = ([c for c in side if c.num_bytes > NUMBER_BYTES] for side in (found.virtual, found.cpu))
     ours, theirs = (_until_the_last_allocation(_renumbered(side)) for side in both)
     freed = {change.block for change in theirs if change.free}
-    unseen = {c.block for c in ours if c.free and c.block not in freed}
-    ours = [change for change in ours if not (change.free and change.block in unseen)]
-    return Ranks(found._replace(virtual=ours, cpu=theirs), Counter(beyond.values()), len(unseen))
+    # Lists of lists, which a scatter is given, are not in the profiler's record: only a missing free tells.
+    unseen = {change.block for change in ours if change.free and change.block not in freed}
+    given = unseen | {change.block for change in theirs if change.given}
+    of_given = sum(change.free and change.block in given for change in ours)
+    ours, theirs = ([c for c in side if not (c.free and c.block in given)] for side in (ours, theirs))
+    return Ranks(found._replace(virtual=ours, cpu=theirs), Counter(beyond.values()), of_given, len(unseen))
 
 
 EVERY = {"tensor-parallel": 1100}
-# Program -> allocations and frees that are compared, at least.
+# Program -> allocations and frees of its GPU, at least.
 NIGHTLY = {
     "ddp": 700, "ddp-views": 700, "ddp-unused": 700, "ddp-static": 700, "zero": 450, "fsdp1": 600, "fsdp1-half": 650,
     "fsdp2": 1050, "fsdp2-half": 1200, "fsdp2-kept": 950, "hsdp": 1050, "loss-parallel": 1300,
@@ -139,8 +144,8 @@ def test_ranks(program: str, tmp_path: Path) -> None:
     ranks = [compare(sides["cpu"], sides["virtual"]) for sides in recorded]
     for found in ranks:
         check(found.sides)
-        assert len(found.sides.virtual) > (EVERY | NIGHTLY)[program]
         assert found.unseen <= found.beyond[GLOO], "gloo's threads release what they were given, and nothing else"
+        assert len(found.sides.virtual) + found.of_given > (EVERY | NIGHTLY)[program]
     check_documented(_row(program, ranks))
 
 
@@ -152,7 +157,7 @@ def _row(program: str, ranks: list[Ranks]) -> str:
         return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
 
     made = told(sum(not change.free for change in found.sides.virtual) for found in ranks)
-    freed = told(sum(change.free for change in found.sides.virtual) + found.unseen for found in ranks)
+    freed = told(sum(change.free for change in found.sides.virtual) + found.of_given for found in ranks)
     of_gloo = told(found.beyond[GLOO] for found in ranks)
     others = told(found.beyond.total() - found.beyond[GLOO] for found in ranks)
     return f"| `{program}` | {len(ranks)} | {made} | {freed} | yes | {of_gloo} | {others} |"
@@ -163,6 +168,7 @@ def test_a_difference_is_seen() -> None:
     freed = [Change(True, block, 1024 + block, "aten.mm") for block in range(40)]
     changes = [*made[:40], *freed, *made[40:]]
     check(compare(changes, changes).sides)
+    assert compare([change for change in changes if change != freed[7]], changes).unseen == 1
     for edited in (
         [*changes[:50], *changes[51:49:-1], *changes[52:]],
         [change for change in changes if change.block != 20],
@@ -172,4 +178,14 @@ def test_a_difference_is_seen() -> None:
             check(compare(edited, changes).sides)
         with pytest.raises(AssertionError):
             check(compare(changes, edited).sides)
-    assert compare([change for change in changes if change != freed[7]], changes).unseen == 1
+
+
+def test_who_frees_what_gloo_was_given_is_a_race() -> None:
+    made = [Change(False, block, 1024 + block, "aten.mm") for block in range(60)]
+    freed = Change(True, 20, 1044, "aten.mm")
+    virtual = [*made[:40], freed, *made[40:]]
+    for cpu in (made, virtual, [*made[:50], freed, *made[50:]]):
+        given = [change._replace(given=change.block == 20) for change in cpu]
+        found = compare(given, virtual)
+        check(found.sides)
+        assert found.of_given == 1
