@@ -18,11 +18,14 @@ def find_training_events(trace: Trace) -> list[int]:
 
 
 def find_call_loops(trace: Trace, is_included: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return the loops of calls that `is_included` accepts: consecutive calls of one module, without training."""
+    """Return the loops of calls that `is_included` accepts: consecutive calls of one module, without training.
+
+    The call in which memory ran out is among them if the program does not train: else a backward may have been to come.
+    """
     trained_at = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
     loops: list[list[Forward]] = []
-    for forward in trace.forwards:
+    for forward in trace.forwards if trace.may_train else trace.list_calls():
         if not is_included(forward):
             open_loops.pop(forward.module, None)
             continue

@@ -1,4 +1,4 @@
-"""Rule `evaluation-with-gradients`: a model in eval mode saves tensors for a backward pass that never runs."""
+"""Rule `evaluation-with-gradients`: a model that is not trained saves tensors for a backward pass that never runs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ WARNING_SHARE = 0.05  # of the peak: less is only a note
 def find(context: Context) -> list[Finding]:
     """Return one finding per module; `num_bytes` is the peak of its saved tensors, without outputs.
 
-    Conditions: the module was in eval mode, autograd created nodes for the call, and all tensors saved by the call were
-    freed before the next backward pass began (or the program ended without one after at least two such calls).
+    Conditions: the module was in eval mode, or the program's code does not train; autograd created nodes for the call;
+    and all tensors saved by the call were freed before the next backward pass began (or the program ended without one
+    after at least two such calls, or, where its code does not train, one).
     """
     return [_make_finding(context, kept) for kept in _find_kept_graphs(context)]
 
@@ -57,11 +58,11 @@ class _KeptGraphs(NamedTuple):
 
 @cache_per_context
 def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
-    """Return the kept graphs of each module that is called in eval mode with gradients."""
+    """Return the kept graphs of each module that is called with gradients and not trained."""
     trace = context.ledger.trace
     training_events = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
-    for loop in find_call_loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
+    for loop in find_call_loops(trace, lambda call: call.nodes > 0 and not (call.training and trace.may_train)):
         by_module.setdefault(loop[0].module, []).append(loop)
     result = []
     for all_loops in by_module.values():
@@ -105,6 +106,8 @@ def _may_be_of_a_loss(context: Context, loop: list[Forward], last_free: int, tra
     or a run that failed; where memory ended it, calls of a line that had a backward in a step before, or a few while an
     optimizer waits for its first step."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
+    if not trace.may_train:
+        return False
     if last_free == len(trace.events) and (len(loop) < 2 or trace.failure is not None):
         return True
     if oom is None or not trace.ended_out_of_memory or last_free < oom.event:
@@ -120,8 +123,10 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     source = trace.source_at(calls[0].source)
     line = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
+    mode = "" if any(call.training for call in calls) else " in eval mode"
+    keep = "keeps" if len(calls) == 1 else "keep"
     title = (
-        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {line}, which keep up to "
+        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name}{mode} at {line}, which {keep} up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)

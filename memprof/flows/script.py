@@ -133,7 +133,7 @@ def capture_run(
         trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual and (outcome.engine is None or outcome.engine.starts):
         trace.assumptions.append(OOM_END_NOTE)
-    if outcome.ended is EndReason.EXIT and not _list_backward_steps(trace):
+    if not trace.may_train or (outcome.ended is EndReason.EXIT and not _list_backward_steps(trace)):
         trace.trains = False  # gradients were on, and no backward ran
     rank_facts = trace.facts.rank
     if channel is not None:

@@ -17,18 +17,23 @@ from torch.optim import Optimizer
 from memprof.measured import MeasuredDevice
 from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
-from memprof.script.evaluation import has_evaluation
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
 from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
+from memprof.script.own_code import has_evaluation, may_train
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.serving.budget import EngineBudget
-from memprof.trace.events import NOT_SIMULATED, EventKind, Failure, FailureKind, Trace, is_gpu
+from memprof.trace.events import NOT_SIMULATED, Failure, FailureKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
-from memprof.watch.failure import describe_measured_failure, is_caused_by_oom, make_refused_failure
+from memprof.watch.failure import (
+    describe_measured_failure,
+    has_last_allocation_failed,
+    is_caused_by_oom,
+    make_refused_failure,
+)
 from memprof.watch.program_code import is_program
 
 
@@ -221,7 +226,7 @@ def capture_script(
     trace = device.trace
     if outcome.ended is EndReason.ERROR and trace.failure is not None and trace.failure.kind in NOT_SIMULATED:
         outcome = dataclasses.replace(outcome, ended=EndReason.NOT_SIMULATED)
-    ran_out_of_memory = is_caused_by_oom(error)
+    ran_out_of_memory = is_caused_by_oom(error) or trace.ended_out_of_memory
     if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
         trace.failure = describe_measured_failure(error, device.find_error_phase(error))
         ran_out_of_memory = trace.failure.kind is FailureKind.OUT_OF_MEMORY
@@ -232,10 +237,12 @@ def capture_script(
         trace.failure = make_refused_failure("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
         )
-    if outcome.ended is EndReason.EXIT and _has_last_allocation_failed(trace):
+    if outcome.ended is EndReason.EXIT and has_last_allocation_failed(trace):
         # The program caught the out-of-memory error and exited.
         trace.refused.pop()
         trace.ended_out_of_memory = ran_out_of_memory = True
+    if trace.ended_out_of_memory and error is not None:
+        trace.may_train = may_train(error)
     if ran_out_of_memory:
         outcome = ScriptOutcome(EndReason.REFUSED, outcome.exit_code, error, live_state=outcome.live_state)
     if stop_record.engine is not None:
@@ -264,11 +271,3 @@ def _run(
     if watch.error is None:
         return outcome
     return ScriptOutcome(EndReason.ERROR, 1, watch.error, live_state=(outcome.live_state, outcome.error))
-
-
-def _has_last_allocation_failed(trace: Trace) -> bool:
-    """Return whether the last GPU allocation in `trace` failed."""
-    for kind, ref in reversed(trace.events):
-        if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):
-            return bool(trace.refused) and trace.refused[-1] == ref
-    return False

@@ -475,6 +475,8 @@ class Trace:
     failure: Failure | None = None  # None if the run came to its end
     # Whether a program that names no phases has called a model with gradients, even without a backward.
     trains: bool = False
+    # Whether the code of the program, which memory ended, may train; False: it only infers, even with gradients.
+    may_train: bool = True
     # Whether the program updates parameters itself, without an optimizer of torch (in a simulated run).
     updates_parameters_manually: bool = field(default=False, metadata=json_name("updates_itself"))
     # Whether the program ended with a failed allocation: the last ALLOC.

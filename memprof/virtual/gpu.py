@@ -19,7 +19,13 @@ from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, T
 from memprof.virtual.install_context import GpuOptions, InstallContext
 from memprof.watch import sharding
 from memprof.watch.callers import CallerRecorder
-from memprof.watch.failure import describe_failure, is_caused_by_oom, make_refused_failure
+from memprof.watch.failure import (
+    describe_failure,
+    has_last_allocation_failed,
+    hides_its_cause,
+    is_caused_by_oom,
+    make_refused_failure,
+)
 from memprof.watch.kept_memory import KeptMemoryWatch
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import is_display_statement
@@ -157,15 +163,17 @@ class VirtualGpu(Watch):
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         self._set_registered_roles()
         self._updates.record_run_end()
-        if is_caused_by_oom(error) and self.recorder.trace.refused:
+        trace = self.recorder.trace
+        is_out_of_memory = is_caused_by_oom(error) or (hides_its_cause(error) and has_last_allocation_failed(trace))
+        if is_out_of_memory and trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
-            self.recorder.trace.refused.pop()
-            self.recorder.trace.ended_out_of_memory = True
-            self._record_what_was_to_come(self.recorder.trace, error, self.recorder.storages.get_index)
+            trace.refused.pop()
+            trace.ended_out_of_memory = True
+            self._record_what_was_to_come(trace, error, self.recorder.storages.get_index)
         elif (unsupported := self.unsupported) is not None:
-            self.recorder.trace.failure = unsupported
+            trace.failure = unsupported
         elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):
-            self.recorder.trace.failure = describe_failure(
+            trace.failure = describe_failure(
                 error,
                 self.recorder,
                 self.find_error_phase(error),

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, error_text, first_line
-from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
+from memprof.trace.events import NONE, EventKind, Failure, FailureKind, Phase, PhaseKind, Trace, is_gpu
 from memprof.watch.modules import MODULE_CALL_CODE
 from memprof.watch.program_code import WORKLOAD_DIR, is_program
 from memprof.watch.recorder import Recorder
@@ -218,6 +218,19 @@ def is_caused_by_oom(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
+
+
+def has_last_allocation_failed(trace: Trace) -> bool:
+    """Return whether the last GPU allocation in `trace` failed."""
+    for kind, ref in reversed(trace.events):
+        if kind is EventKind.ALLOC and is_gpu(trace.storages[ref].device):
+            return bool(trace.refused) and trace.refused[-1] == ref
+    return False
+
+
+def hides_its_cause(error: BaseException | None) -> bool:
+    """Return whether `error` is of TorchScript's interpreter, which raises it for any error of an operator."""
+    return isinstance(error, RuntimeError) and "operation failed in the TorchScript interpreter" in error_text(error)
 
 
 def describe_measured_failure(error: BaseException, phase: Phase) -> Failure:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from memprof.allocator import GpuMemory, compute_memory_needs
 from memprof.findings.finding import Context
+from memprof.ledger.what_if import resize
+from memprof.trace.events import Trace
 
 
 def find_fitting_rows(context: Context, storages: Collection[int], num_rows: int) -> int:
@@ -21,13 +24,22 @@ def find_fitting_rows(context: Context, storages: Collection[int], num_rows: int
         rows = num_rows
         while rows > 1:
             rows //= 2
-            if _estimate_need(context, storages, rows / num_rows) <= limit_bytes:
+            if _fits(context, storages, rows, num_rows, limit_bytes):
                 return rows
     return 1
 
 
-def _estimate_need(context: Context, storages: Collection[int], share: float) -> int:
-    """Return what the run reserves if `storages` have a `share` of their sizes, and segments waste what they do now."""
-    ledger, lifetimes = context.ledger, context.lifetimes
-    saved_bytes = lifetimes.peak_reduction(lifetimes.savings(storages, 1 - share))
-    return (ledger.peak_bytes - saved_bytes) * ledger.run.required_reserved_bytes // ledger.peak_bytes
+def resize_rows(trace: Trace, storages: Collection[int], rows: int, num_rows: int) -> Trace:
+    """Return `trace` where `storages`, which have `num_rows` rows, have `rows`; bytes are rounded up."""
+    return resize(trace, {index: -(-trace.storages[index].num_bytes * rows // num_rows) for index in storages})
+
+
+def _fits(context: Context, storages: Collection[int], rows: int, num_rows: int, limit_bytes: int) -> bool:
+    """Return whether the run fits in `limit_bytes` if `storages` have `rows` of their `num_rows` rows, by a replay;
+    there is none if what is allocated is more already."""
+    lifetimes = context.lifetimes
+    saved_bytes = lifetimes.peak_reduction(lifetimes.savings(storages, 1 - rows / num_rows))
+    if context.ledger.peak_bytes - saved_bytes > limit_bytes:
+        return False
+    run, changed = context.ledger.run, resize_rows(context.ledger.trace, storages, rows, num_rows)
+    return compute_memory_needs(changed, GpuMemory(limit_bytes, 0), run.config, run.release).fits

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from memprof.findings.evidence import format_shape, is_inference, is_input
 from memprof.findings.finding import Context
-from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.suggestions import Proposal, proposes
-from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Trace
 
 MIN_LENGTH = 1024  # of a dimension, so that a size of the model is not taken for a part of it
@@ -42,9 +41,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     part = find_fitting_rows(context, long, length)
     if part < MIN_PART:  # no part helps enough
         return
-    sizes = {index: -(-trace.storages[index].num_bytes * part // length) for index in long}
     change = f"the input {format_shape(shape)} in parts of at most {part:,} of its {length:,}, one after another"
-    yield Proposal(resize(trace, sizes), change)
+    yield Proposal(resize_rows(trace, long, part, length), change)
 
 
 def _is_along(trace: Trace, index: int, length: int) -> bool:

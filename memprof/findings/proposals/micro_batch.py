@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
-from memprof.findings.evidence import param_names
+from memprof.findings.evidence import is_inference, param_names
 from memprof.findings.finding import Context
 from memprof.findings.growth import make_key
-from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
-from memprof.ledger.what_if import edit_events, resize
+from memprof.ledger.what_if import edit_events
 from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
@@ -24,7 +24,8 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EV
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change to as many rows at a time as fit.
 
-    If pairs fill the GPU, they can be computed in chunks, and a loss that compares samples stays the same.
+    Of an inference no gradients are added up. If pairs fill the GPU, they can be computed in chunks, and a loss that
+    compares samples stays the same.
     """
     trace = context.ledger.trace
     batch_size, chunks = find_batch_size(context), find_chunks(context)
@@ -39,13 +40,23 @@ def propose(context: Context) -> Iterator[Proposal]:
     rows = find_fitting_rows(context, batched, batch_size)
     while batch_size % rows:  # a batch is divided into equal ones
         rows -= 1
-    sizes = {index: -(-trace.storages[index].num_bytes * rows // batch_size) for index in batched}
-    changed = _keep_gradients(resize(trace, sizes))
-    if any("batch_norm" in op for op in trace.ops):
+    changed = _keep_gradients(resize_rows(trace, batched, rows, batch_size))
+    if context.spec is None and is_inference(trace):
+        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}")
+    elif _normalizes_batches(trace):
         normalized = f"batch normalization then sees these {rows} alone"
         yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
     else:
         yield Proposal(changed, value=rows)
+
+
+def _normalizes_batches(trace: Trace) -> bool:
+    """Return whether a batch normalization keeps statistics of its batch for the backward: in eval mode none does."""
+    return any(
+        len(storage.shape) == 1 and storage.num_bytes and "batch_norm" in trace.op(storage)
+        for storage in trace.storages
+        if trace.phases[storage.phase].kind is PhaseKind.FORWARD
+    )
 
 
 def find_batch_size(context: Context) -> int | None:

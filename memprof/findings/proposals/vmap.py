@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context
-from memprof.findings.proposals.batches import find_fitting_rows
+from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.suggestions import Proposal, proposes
-from memprof.ledger.what_if import edit_events, resize
+from memprof.ledger.what_if import edit_events
 from memprof.trace.events import Event, EventKind, Trace, VmapCall
 
 
@@ -28,9 +28,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         if not inner:
             continue
         rows = find_fitting_rows(context, inner, num_rows)
-        sizes = {index: -(-trace.storages[index].num_bytes * rows // num_rows) for index in inner}
         births = {index: context.lifetimes.births[index] for index in results}
-        changed = _join_results(resize(trace, sizes), births, own)
+        changed = _join_results(resize_rows(trace, inner, rows, num_rows), births, own)
         how = "vmap of jvp, since jacfwd has none," if function == "jacfwd" else function
         line = file_and_line(trace.source_at(source))
         yield Proposal(changed, f"chunk_size={rows}, for {num_rows} rows, of torch.func.{how} at {line}")

@@ -388,3 +388,19 @@ def test_calls_of_a_line_that_a_backward_used_in_an_earlier_step_are_of_a_loss(l
     b.free(*saved)
     b.trace.ended_out_of_memory = True
     assert bool(evaluation_with_gradients.find(b.context(256 * MIB))) == is_told
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_call_that_memory_ended_is_told_where_the_program_does_not_train(training: bool) -> None:
+    """It has saved 300 MiB and its result is not there yet; after the last uses, 40 MiB are alive."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    b.call(*[100 * MIB] * 3, nodes=5, training=training)
+    failed = b.trace.forwards.pop()._replace(outputs=())
+    b.alloc(40 * MIB)
+    b.trace.ended_out_of_memory, b.trace.failed_forward = True, failed
+    b.trace.last_uses = [3, 4, 5, NONE]
+    assert not evaluation_with_gradients.find(b.context(320 * MIB))
+    b.trace.may_train = False
+    finding = only(evaluation_with_gradients.find(b.context(320 * MIB)))
+    assert finding.num_bytes == 300 * MIB and finding.is_decisive
+    assert ("eval mode" in finding.title) == (not training) and "1 call of Net" in finding.title

@@ -142,8 +142,8 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "gradients of samples": (
         programs.gradients_of_samples,
         10,
-        ["chunk_size=512, for 4096", "amp-bfloat16"],
-        {"chunk_size=512, for 4096": partial(programs.gradients_of_samples, 512)},
+        ["chunk_size=1024, for 4096", "amp-bfloat16"],
+        {"chunk_size=1024, for 4096": partial(programs.gradients_of_samples, 1024)},
     ),
     "a Jacobian": (
         programs.jacobian,

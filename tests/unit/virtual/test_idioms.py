@@ -10,6 +10,7 @@ from torch import nn
 
 from memprof.device.catalog import find_gpu
 from memprof.trace.events import Role
+from memprof.units import GIB
 from memprof.virtual import VirtualGpu
 
 CUDA = torch.device("cuda", 0)
@@ -43,6 +44,25 @@ def test_a_scripted_module_that_is_never_called_is_there_at_the_end():
     with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         module = _Scripted().cuda()
     assert module.scale.device.type != "cpu" and {owner.role for owner in gpu.trace.owners.values()} >= {Role.PARAMETER}
+
+
+class _Sum(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+@pytest.mark.parametrize(("width", "is_full"), [(1024, True), (1023, False)])
+def test_torchscript_hides_the_error_of_a_full_gpu(width, is_full):
+    """Its interpreter raises RuntimeError for every error of an operator, that of shapes too."""
+    gpu = VirtualGpu(find_gpu("rtx-4090"), raises_oom=True)
+    gpu.recorder.storages.find_oom_message = lambda device: (
+        "full" if gpu.recorder.storages.live_bytes > 3 * GIB else None
+    )
+    summed = torch.jit.script(_Sum())
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"), gpu:
+        summed(torch.empty(1 << 19, 1024, device="cuda"), torch.empty(1, width, device="cuda"))
+    assert gpu.trace.ended_out_of_memory == is_full
+    assert (gpu.trace.failure is None) == is_full
 
 
 @pytest.mark.parametrize(

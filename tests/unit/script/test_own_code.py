@@ -1,4 +1,4 @@
-"""Code that evaluates, in the files of a program and in modules of its own."""
+"""Code that evaluates or trains, in the files of a program and in modules of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.evaluation import has_evaluation
+from memprof.script.own_code import has_evaluation, may_train
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -63,3 +63,50 @@ def test_modules_of_the_program_are_looked_at_and_others_not(tmp_path: Path, mon
 
 def test_without_a_frame_of_the_program_nothing_is_known() -> None:
     assert not has_evaluation(None)
+
+
+def error_of(file: Path, text: str) -> ZeroDivisionError:
+    """Return the error of a program in `file` whose last line fails."""
+    file.write_text(f"{text}\n1 / 0\n")
+    linecache.checkcache()
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile(file.read_text(), str(file), "exec"), {})
+    error = caught.value
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)  # without this file
+
+
+@pytest.mark.parametrize(
+    ("line", "trains"),
+    [
+        ("loss.backward()", True),
+        ("torch.autograd.grad(y, x)", True),
+        ("optimizer = AdamW(parameters)", True),
+        ("optim = SGD(parameters)", True),
+        ("trainer.fit(model)", True),
+        ("transformers.Trainer(model)", True),
+        ("train_one_epoch(model)", True),
+        ("model.train()", True),
+        ("loss_fn(model(x))", True),
+        ("model = AutoModel.from_pretrained(name).eval()", False),
+        ("x.requires_grad", False),
+        ("torch.no_grad()", False),
+        ("outfit = constrain(x)", False),
+        ("x = 1  # no backward", False),
+        ("'a loss'", False),
+    ],
+)
+def test_words_of_training(tmp_path: Path, line: str, trains: bool) -> None:
+    assert may_train(error_of(tmp_path / "serve.py", f"if 0:\n    {line}")) == trains
+
+
+def test_code_that_cannot_be_read_may_train(tmp_path: Path) -> None:
+    error = error_of(tmp_path / "serve.py", "x = 1")
+    (tmp_path / "serve.py").write_text("x = (1")
+    linecache.checkcache()
+    assert may_train(error)
+
+
+def test_an_error_of_a_library_alone_is_of_a_program_that_may_train(tmp_path: Path) -> None:
+    (tmp_path / "site-packages").mkdir()
+    assert may_train(error_of(tmp_path / "site-packages" / "serve.py", ""))
