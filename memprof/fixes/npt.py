@@ -40,7 +40,7 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
     changes="the weight delta of an NPT component waits in host memory between forward and backward",
     cost="every delta crosses the bus twice in a step; one is still on the GPU at a time",
     for_models="npt",
-    conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder_order=40,
+    conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder_order=40, moves_to_host=True,
 )  # fmt: skip
 def install_offload(model: nn.Module, changes: Changes) -> None:
     """Keep the weight delta of every NPT component in host memory between forward and backward. Raises UsageError if

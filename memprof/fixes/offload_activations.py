@@ -21,7 +21,7 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they sa
     cost="every such byte crosses the bus twice in a step",
     options={"min_bytes": "tensors below this stay on the GPU; 1 MiB if not given"},
     main_option="min_bytes", training_only=True, ladder_order=130, script_order=70, search_order=100,
-    tiers=NOT_STREAMED_TIERS,
+    tiers=NOT_STREAMED_TIERS, moves_to_host=True,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
     """Replace the layers' forwards; raise UsageError without layers, if on already, or if `min_bytes` is negative."""

@@ -38,7 +38,7 @@ from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimi
         "cpu-offload-weights": "any optimizer over layers in host memory steps there",
     },
     useless_if=NO_OPTIMIZER, ladder_order=120, search_order=110, tiers=(Tier.CPU_OPTIMIZER,),
-    helps={"doctor: parameters": 10, "doctor: smaller": 60},
+    helps={"doctor: parameters": 10, "doctor: smaller": 60}, moves_to_host=True,
 )  # fmt: skip
 def install(
     model: nn.Module,

@@ -35,7 +35,7 @@ from memprof.workload.layers import drop_caches, find_layers
         "cpu-offload-activations": "it keeps nothing but the layers' inputs",
         "optimizer-in-backward": "gradients of offloaded weights arrive in host memory after the layer's backward",
     },
-    search_order=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"doctor: smaller": 70},
+    search_order=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"doctor: smaller": 70}, moves_to_host=True,
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Move the layers' weights to host memory, and replace the layers' forwards.

@@ -78,6 +78,7 @@ class Fix:
     training_only: bool = False  # the fix has no effect in inference
     trains_another: bool = False  # the trained model changes, so that the fix is tried only if no other is enough
     accumulates: bool = True  # the fix works with gradient accumulation
+    moves_to_host: bool = False  # what leaves the GPU is in host memory instead
     is_checkpointing: bool = False  # programs may have it on themselves (`Trace.checkpoints`)
     for_float32: bool = False  # the fix is for parameters in float32
     before_move: bool = False  # whether to apply the fix before the model is moved to the GPU, which may be too small

@@ -142,9 +142,16 @@ def _bound_peak_bytes(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> int:
 
 
 def _cannot_fit(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
-    """Return whether a run with `fixes` cannot fit, by its lower bound, without a run."""
-    usable_bytes = runs.original.document.device.usable_bytes
-    return usable_bytes is not None and _bound_peak_bytes(runs, fixes) > usable_bytes
+    """Return whether a run with `fixes` cannot fit, by its lower bounds, without a run: of the GPU, and of the GPU and
+    the host together, where what leaves the GPU is moved to."""
+    device = runs.original.document.device
+    usable_bytes, host_bytes = device.usable_bytes, device.host_memory_bytes
+    if usable_bytes is None:
+        return False
+    if _bound_peak_bytes(runs, fixes) > usable_bytes:
+        return True
+    staying_fixes = [fix for fix in fixes if not fix.fix.moves_to_host]
+    return host_bytes is not None and _bound_peak_bytes(runs, staying_fixes) > usable_bytes + host_bytes
 
 
 def _drop_needless_fixes(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFix]:
@@ -161,7 +168,7 @@ def _drop_needless_fixes(runs: AnyRuns, fixes: list[ChosenFix]) -> list[ChosenFi
 def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixes: list[ChosenFix]) -> list[ChosenFix]:
     """Return `fixes` with costly ones replaced, if the run then still fits and its step is quicker.
 
-    An added fix may make another cheaper: recomputed activations need not be offloaded to host memory.
+    Beside a fix that moves memory to the host, another may make it cheaper: recomputed activations need not be moved.
     """
     best_run = runs.run_with_fixes(fixes)
     unused_fixes = [fix for fix in applicable_fixes if fix not in fixes]
@@ -172,7 +179,7 @@ def _replace_costly_fixes(runs: AnyRuns, fixes: list[ChosenFix], applicable_fixe
     ]:
         other_fixes = [fix for fix in fixes if fix is not costly]
         for other in similar:
-            candidates = ([*other_fixes, other], [*fixes, other])
+            candidates = [[*other_fixes, other], *([[*fixes, other]] if costly.fix.moves_to_host else [])]
             runs.run_in_parallel(candidate for candidate in candidates if not _cannot_fit(runs, candidate))
             for candidate in candidates:
                 run = _run_if_fits(runs, candidate)

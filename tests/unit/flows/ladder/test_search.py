@@ -85,12 +85,24 @@ def test_what_is_not_run_could_not_fit():
     assert _bound_peak_bytes(runs, fixes_of("amp-bfloat16")) == 0  # it makes all tensors smaller
 
 
+def runs_on(usable, host=None):
+    """Runs whose original has 1,000 bytes of activations and 500 of logits at its peak."""
+    peak = SimpleNamespace(categories={"activations": 1000, "logits and loss": 500, "parameters": 7000})
+    device = SimpleNamespace(usable_bytes=usable, host_memory_bytes=host)
+    return SimpleNamespace(original=SimpleNamespace(document=SimpleNamespace(peak=peak, device=device)))
+
+
 @pytest.mark.parametrize(("usable", "too_much"), [(1000, False), (999, True), (None, False)])
 def test_what_fills_the_gpu_to_the_last_byte_is_run(usable, too_much):
-    peak = SimpleNamespace(categories={"activations": 1000, "logits and loss": 500, "parameters": 7000})
-    document = SimpleNamespace(peak=peak, device=SimpleNamespace(usable_bytes=usable))
-    runs = SimpleNamespace(original=SimpleNamespace(document=document))
-    assert _cannot_fit(runs, fixes_of("chunked-loss")) is too_much
+    assert _cannot_fit(runs_on(usable), fixes_of("chunked-loss")) is too_much
+
+
+@pytest.mark.parametrize(("host", "too_much"), [(None, False), (400, False), (399, True)])
+def test_what_moves_to_the_host_has_to_fit_there(host, too_much):
+    """Activations are on the GPU of 600 bytes or on the host; the loss is in chunks, or recomputed."""
+    runs = runs_on(600, host)
+    assert _cannot_fit(runs, fixes_of("chunked-loss", "cpu-offload-activations")) is too_much
+    assert not _cannot_fit(runs, fixes_of("chunked-loss", "cpu-offload-activations", "activation-checkpointing"))
 
 
 def test_only_runs_that_decide_something_are_made():
@@ -124,7 +136,9 @@ def headroom_after(
         fits, time = needed[names] <= 1000, seconds if COMPILE in names else 1.0
         return SimpleNamespace(needed_bytes=needed[names], document=document, fits=fits, seconds=time)
 
-    original = SimpleNamespace(document=SimpleNamespace(device=SimpleNamespace(usable_bytes=None)))
+    original = SimpleNamespace(
+        document=SimpleNamespace(device=SimpleNamespace(usable_bytes=None, host_memory_bytes=None))
+    )
     runs = SimpleNamespace(run_with_fixes=run, in_force=lambda: frozenset(in_force), original=original)
     return [fix.fix.name for fix in _find_headroom(runs, fixes_of("chunked-loss"))]
 
