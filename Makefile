@@ -85,6 +85,7 @@ gpu:
 bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.commands
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.findings
 	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.growth --repeat 1
 
