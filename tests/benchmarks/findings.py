@@ -20,9 +20,8 @@ import torch
 from memprof.device.catalog import find_gpu
 from memprof.findings import rules
 from memprof.findings.finding import Context, Finding
-from memprof.flows import account
-from memprof.flows import profile as flow
 from memprof.flows.capture import capture_virtual
+from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 from memprof.watch.storage_table import StorageTable
 from memprof.workload.models import find_source
@@ -36,10 +35,11 @@ LENGTHS = (4096, 131072)
 def measure_rules(repeat: int) -> bool:
     """Print the medians; return whether each is below MOST_SECONDS."""
     seconds: list[float] = []
+    apply_rules = rules.apply_rules
 
-    def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
+    def measure(context: Context, *, for_search: bool = False) -> list[Finding]:
         begin = time.process_time()
-        found = rules.apply_rules(context, for_search=for_search)
+        found = apply_rules(context, for_search=for_search)
         seconds.append(time.process_time() - begin)
         return found
 
@@ -47,12 +47,12 @@ def measure_rules(repeat: int) -> bool:
     for length in LENGTHS:
         spec = TargetSpec(model=MODEL, context_length=length, gpu=GPU)
         seconds.clear()
-        original, account.find_all = account.find_all, apply_rules
+        rules.apply_rules = measure
         try:
             for _ in range(repeat):
-                flow.profile(spec)
+                profile(spec)
         finally:
-            account.find_all = original
+            rules.apply_rules = apply_rules
         median = statistics.median(seconds)
         print(f"findings of {MODEL}, {length:,} tokens: {median:.2f} s (at most {MOST_SECONDS})")
         enough = enough and median <= MOST_SECONDS
@@ -76,9 +76,8 @@ def measure_last_uses(repeat: int) -> None:
             own.append(time.process_time() - begin)
     setattr(StorageTable, "record_uses", record)  # noqa: B010
     with_uses, without = (statistics.median(seconds[is_on]) for is_on in (True, False))
-    print(
-        f"two steps of {MODEL}: {with_uses:.2f} s with last uses, {without:.2f} s without: {with_uses / without - 1:+.1%}"
-    )
+    texts = f"{with_uses:.2f} s with last uses, {without:.2f} s without"
+    print(f"two steps of {MODEL}: {texts}: {with_uses / without - 1:+.1%}")
 
 
 def main() -> int:
