@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+
 # Control characters except tab and line feed, line separators, surrogates, and Unicode's category Cf (characters
 # without width, or that change the writing direction).
 _CONTROL_CHARACTERS = re.compile(
@@ -121,7 +122,9 @@ REQUIREMENTS = {
 
 def not_installed(problem: str, value: object, package: str, otherwise: str = "") -> UsageError:
     """Return a UsageError for a missing or incompatible library, with the hint to install `package`."""
-    return UsageError(problem, value=value, hint=f"pip install '{REQUIREMENTS[package]}'{otherwise}")
+    from memprof.installer import format_install_command  # here: hardly an error needs it
+
+    return UsageError(problem, value=value, hint=format_install_command(REQUIREMENTS[package]) + otherwise)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from memprof.device.gpus import GpuProcess, GpuUsage, NvmlGpu, NvmlSample, Slice
 from memprof.device.processes import process_name
+from memprof.installer import format_install_command
 
 _NO_INSTANCE = 0xFFFFFFFF  # NVML's instance of a process on a GPU without slices
 
@@ -94,7 +95,8 @@ class Nvml:
     def _open(self) -> None:
         module = _import_pynvml()
         if module is None:
-            self._unavailable_reason = "GPUs cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
+            command = format_install_command("nvidia-ml-py")
+            self._unavailable_reason = f"GPUs cannot be seen: pynvml is not installed ({command})"
             return
         nvml_call = _NvmlCaller(module)
         nvml_call("nvmlInit")

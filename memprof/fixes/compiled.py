@@ -11,6 +11,7 @@ from torch import nn
 
 from memprof.fixes.applied import Changes, ReplacedForward, has_forward
 from memprof.fixes.catalog.fix import Fix, Numerics
+from memprof.installer import format_install_command
 from memprof.torch_private import inductor
 from memprof.workload.layers import find_layers
 
@@ -50,7 +51,7 @@ def _find_missing_compiler(model: nn.Module) -> tuple[str, str] | None:
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device_type != "cpu":
         has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
-        return None if has_triton else ("no Triton", "pip install triton")
+        return None if has_triton else ("no Triton", format_install_command("triton"))
     if not (inductor.get_cpp_compiler.exists() and inductor.InvalidCxxCompiler.exists()):
         return None
     try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memprof.errors import UsageError
+from memprof.installer import format_install_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,8 @@ def _start_accelerate(arguments: Sequence[str], selection: ProcessSelection) -> 
         launch = importlib.import_module("accelerate.commands.launch")
         utils = importlib.import_module("accelerate.utils.launch")
     except ImportError as error:
-        raise UsageError("accelerate cannot be imported", value=str(error), hint="pip install accelerate") from error
+        hint = format_install_command("accelerate")
+        raise UsageError("accelerate cannot be imported", value=str(error), hint=hint) from error
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
     nodes = args.num_machines or 1
     process = _LaunchedProcess("accelerate launch", selection, [max(args.num_processes // nodes, 1)] * nodes)

@@ -7,10 +7,12 @@ import tomllib
 from pathlib import Path
 
 from memprof.errors import REQUIREMENTS
+from memprof.installer import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-NAMED = re.compile(r"memprof\[([a-z,]+)\]")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+NAMED = re.compile(r"torch-memprof\[([a-z,]+)\]")
 
 
 def _named(text):
@@ -28,6 +30,10 @@ def test_nobody_is_sent_to_the_other_memprof_of_pypi():
     texts = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("memprof/**/*.py")]
     told = [path for path in texts if re.search(r"(pip|pipx|uv)[^\n]* install [^\n]*memprof\[", path.read_text())]
     assert not told
+
+
+def test_hints_name_the_distribution():
+    assert PROJECT["name"] == DISTRIBUTION
 
 
 def test_all_is_every_extra_but_dev():

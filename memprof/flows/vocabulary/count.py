@@ -17,6 +17,7 @@ from memprof.flows.vocabulary.sources import JSON_LINES, PARQUET, TEXT, Source, 
 from memprof.flows.vocabulary.spilling import MAX_WORDS, SpillingCounter
 from memprof.flows.vocabulary.tally import Tally
 from memprof.flows.vocabulary.text import NoTextError, Progress, find_codec, read_blocks, read_pieces
+from memprof.installer import format_install_command
 
 WORDS, BYTES = "whitespace", "bytes"
 TOKENIZER_FILE = "tokenizer.json"
@@ -224,9 +225,8 @@ def _load_tokenizer(name: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UsageError(
-            "the package tokenizers is not installed", value=name, hint=f"pip install tokenizers, or count by {WORDS}"
-        ) from None
+        hint = f"{format_install_command('tokenizers')}, or count by {WORDS}"
+        raise UsageError("the package tokenizers is not installed", value=name, hint=hint) from None
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
