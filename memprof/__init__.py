@@ -11,6 +11,9 @@
 
     memprof.apply(model, ["chunked-loss"])  # applies fixes to your model
 
+    with memprof.catch_oom():  # explains an out-of-memory error, and keeps a snapshot
+        ...
+
     memprof.load("run.memprof")  # loads a saved capture or report
 
     @memprof.stub("package.module.name", source=...)  # for a package that cannot be installed without a GPU
@@ -33,6 +36,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "apply",
+    "catch_oom",
     "kernel",
     "load",
     "profile",
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from memprof.api import apply, profile, virtual_gpu, virtual_gpus
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved_files import load
+    from memprof.out_of_memory import catch_oom
     from memprof.spec import TargetSpec
     from memprof.stubs.registry import stub
     from memprof.stubs.tools import kernel
@@ -55,6 +60,7 @@ _MODULES_BY_NAME = {
     "RunFailedError": "errors",
     "TargetSpec": "spec",
     "UsageError": "errors",
+    "catch_oom": "out_of_memory",
     "kernel": "stubs.tools",
     "load": "flows.saved_files",
     "stub": "stubs.registry",

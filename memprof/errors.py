@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-
 # Control characters except tab and line feed, line separators, surrogates, and Unicode's category Cf (characters
 # without width, or that change the writing direction).
 _CONTROL_CHARACTERS = re.compile(

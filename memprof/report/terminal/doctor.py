@@ -56,12 +56,16 @@ def _render_diagnosis(diagnosis: Diagnosis) -> list[str]:
         first, *alternatives = diagnosis.tensors
         lines += ["", "Which tensor", *_wrap([_format_tensor(first)], "  ")]
         lines += _wrap((f"or {_format_tensor(candidate)}" for candidate in alternatives[:_MAX_ALTERNATIVES]), "  ")
-    if diagnosis.steps:
-        lines += ["", "Try in order"]
-        for number, step in enumerate(diagnosis.steps, start=1):
-            lines += _wrap([f"{step.what}"], f"{number:>3}. ", "     ")
-            if step.command:
-                lines.append(f"       {step.command}")
+    return lines + render_steps(diagnosis)
+
+
+def render_steps(diagnosis: Diagnosis) -> list[str]:
+    """Return the lines of what to try, with a heading; none if there is nothing."""
+    lines = ["", "Try in order"] if diagnosis.steps else []
+    for number, step in enumerate(diagnosis.steps, start=1):
+        lines += _wrap([f"{step.what}"], f"{number:>3}. ", "     ")
+        if step.command:
+            lines.append(f"       {step.command}")
     return lines
 
 
