@@ -217,7 +217,7 @@ def libraries_are_no_garbage() -> None:
     Looking through them took two thirds of a second, in tests that collect garbage most of their time.
     """
     global _num_modules
-    if len(sys.modules) > _num_modules or not gc.get_freeze_count():
+    if len(sys.modules) > _num_modules:
         gc.collect()
         gc.freeze()
         _num_modules = len(sys.modules)
