@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from memprof.cli import settings
 from memprof.cli.exits import ExitCode
 from memprof.cli.options import FILES_PANEL, OUTPUT_PANEL, reuse_option
 from memprof.cli.streams import echo
-from memprof.errors import MemprofError, printable
+from memprof.errors import MemprofError, UsageError, printable
 from memprof.spec import option
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from memprof.report.documents.report import Report
     from memprof.report.page.page import PageDocument as Page
     from memprof.trace.events import Trace
+
+
+_SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"  # the file of a job's summary
 
 
 class _JsonConvertible(Protocol):
@@ -169,7 +173,53 @@ class ImageOptions(OutputOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunReportOptions(FullReportOptions, ImageOptions):
+class MarkdownOptions(OutputOptions):
+    """Options of a command whose report goes into a pull request; raises UsageError if a file cannot be written, or
+    --github is given elsewhere than in a job of GitHub Actions."""
+
+    markdown: Path | None = option(
+        None, FILES_PANEL, "Write the first screen into this file too, as Markdown.", metavar="FILE"
+    )
+    github: bool = option(
+        False, FILES_PANEL, "In a job of GitHub Actions: add it to the job's summary, and each finding to its line of "
+        "the pull request.",
+    )  # fmt: skip
+    force: bool = reuse_option("force")
+    markdown_path: Path | None = dataclasses.field(default=None, init=False)  # absolute: scripts may chdir
+    start_folder: Path = dataclasses.field(default_factory=Path.cwd, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markdown is not None:
+            from memprof.report.export.markdown import MARKDOWN
+            from memprof.trace.files import check_output_path
+
+            check_output_path(self.markdown, MARKDOWN, force=self.force)
+            object.__setattr__(self, "markdown_path", self.markdown.absolute())
+        if self.github and not os.environ.get(_SUMMARY_VARIABLE):
+            hint = "a job of GitHub Actions sets it; elsewhere --markdown FILE writes the same"
+            raise UsageError(f"--github needs {_SUMMARY_VARIABLE}", value="it is not set", hint=hint)
+
+    def write_markdown(self, document: Report) -> None:
+        """Write the Markdown of `document` if --markdown is given, and what --github asks for."""
+        if self.markdown_path is None and not self.github:
+            return
+        from memprof.report.export.markdown import MARKDOWN, list_annotations, to_markdown
+        from memprof.trace.files import write_atomically
+
+        text = to_markdown(document, self.start_folder)
+        if self.markdown_path is not None:
+            with self._report_file(f"Markdown: {self.markdown}"):
+                write_atomically(self.markdown_path, text.encode(), MARKDOWN, force=self.force)
+        if self.github:
+            with self._report_file("Added to the job's summary"):
+                _append(Path(os.environ[_SUMMARY_VARIABLE]), text)
+            for line in list_annotations(document, self.start_folder):
+                echo(line, err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReportOptions(FullReportOptions, ImageOptions, MarkdownOptions):
     """Options of a command with the report of a run."""
 
 
@@ -198,6 +248,15 @@ class CaptureOptions(RunReportOptions):
 
             with self._report_file(f"Saved: memprof show {shlex.quote(str(self.save))}"):
                 save_trace(trace, self.save_path, force=self.force)
+
+
+def _append(path: Path, text: str) -> None:
+    """Append `text` to a file. Raises MemprofError: it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise MemprofError("the file cannot be written", value=path, hint=error.strerror) from None
 
 
 def print_json(result: _JsonConvertible | dict[str, Any]) -> None:
@@ -250,6 +309,7 @@ def print_report(document: Report, output: RunReportOptions, *, code_folder: Pat
     else:
         print_result(document, output, "brief", code_folder=code_folder)
     output.write_image(document)
+    output.write_markdown(document)
 
 
 def print_patch(patch: SuggestedPatch) -> None:

@@ -100,6 +100,7 @@ CODE_MEANINGS = {
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
     "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--image": "as a picture",
+    "--markdown": "as Markdown", "--github": "into a job's summary",
     "--explain": "what it rests on", "--full": "all of a report",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
     "--log": "a line for each look",

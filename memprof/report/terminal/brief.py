@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -72,7 +73,7 @@ def _render_refused(document: Report) -> list[RenderableType]:
 
 def _render_causes(document: Report) -> list[RenderableType]:
     """Return the causes, a line each, and the largest tensors where these do not explain the run."""
-    causes = _list_causes(document)
+    causes = list_causes(document)
     if causes:
         is_explained = causes[0].is_decisive or document.verdict.fits is not False
         largest = () if is_explained else _describe_largest_category(document, causes[0])
@@ -83,7 +84,7 @@ def _render_causes(document: Report) -> list[RenderableType]:
     return [make_section("Largest at the peak", *lines, *map(_render_title, notes), below=1)]
 
 
-def _list_causes(document: Report) -> list[Finding]:
+def list_causes(document: Report) -> list[Finding]:
     """Return the decisive findings, or else the most important ones that the verdict does not tell, without notes."""
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
@@ -96,15 +97,16 @@ def _list_causes(document: Report) -> list[Finding]:
 
 
 def _render_title(finding: Finding) -> Text:
+    """Return `describe_cause` as an item of a list, its label in the colour of its severity."""
+    style = SEVERITY_STYLE[Severity.ERROR if finding.is_decisive else finding.severity]
+    label, _, rest = describe_cause(finding).partition(": ")
+    return Text("- ").append(f"{label}: ", style=style).append(rest.replace("\n", "\n  "))
+
+
+def describe_cause(finding: Finding) -> str:
     """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
-    label, style = finding.severity.value, SEVERITY_STYLE[finding.severity]
-    if finding.is_decisive:
-        label, style = "cause", SEVERITY_STYLE[Severity.ERROR]
-    title = Text("- ").append(f"{label}: ", style=style)
-    title.append(finding.title)
-    if finding.id == "run-failed" and finding.evidence:
-        title.append(f"\n  {finding.evidence[0].text}")
-    return title
+    message = f"\n{finding.evidence[0].text}" if finding.id == "run-failed" and finding.evidence else ""
+    return f"{'cause' if finding.is_decisive else finding.severity.value}: {finding.title}{message}"
 
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
@@ -127,13 +129,31 @@ def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -
             yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))
 
 
+class Action(NamedTuple):
+    """Something to do."""
+
+    text: str
+    code: str = ""  # the line of the program that it is about, or the command
+    command: bool = False
+
+
 def _render_actions(document: Report, code_folder: Path | None) -> list[RenderableType]:
-    """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
+    """Return what `list_actions` does, in a section."""
     lines: list[RenderableType] = []
-    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *_list_causes(document)])):
-        lines.append(Text(f"- {fix}", style="green"))
-        if source and code_folder and (code := read_code(source, code_folder)):
-            lines.append(dim(f"    {code}"))
+    for text, code, is_command in list_actions(document, code_folder):
+        if is_command:
+            lines += [Text(f"- {text}:"), indent(ShellCommand(code))]
+        else:
+            lines += [Text(f"- {text}", style="green"), *([dim(f"    {code}")] if code else [])]
+    return [make_section("Do", *lines, below=1)] if lines else []
+
+
+def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
+    """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
+    actions = []
+    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *list_causes(document)])):
+        code = read_code(source, code_folder) if source and code_folder else None
+        actions.append(Action(fix, code or ""))
     decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
     is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
     if not (is_solved or document.ladder):
@@ -141,11 +161,10 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
         # Those that do not fit are of use only where none does: together with others they may.
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
-        lines += [Text(f"- {_describe_suggestion(s)}", style="green") for s in best[:MAX_SUGGESTIONS]]
+        actions += [Action(_describe_suggestion(s)) for s in best[:MAX_SUGGESTIONS]]
     if next_step := choose_next_step(document):
-        purpose, command = next_step
-        lines += [Text(f"- {purpose}:"), indent(ShellCommand(command))]
-    return [make_section("Do", *lines, below=1)] if lines else []
+        actions.append(Action(*next_step, command=True))
+    return actions
 
 
 def _describe_suggestion(suggestion: Suggestion) -> str:
