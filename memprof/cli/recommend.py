@@ -255,6 +255,9 @@ def recommend(request: RecommendOptions) -> None:
     request.check()
     if request.engine is not None:
         _recommend_engine(request, request.engine)
+    from memprof.platforms import require_posix
+
+    require_posix("recommend without --engine")
     spec = request.build_spec()
     from memprof.report.documents.recommendation import Recommendation
 
