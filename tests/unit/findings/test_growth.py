@@ -158,6 +158,28 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
     assert any("what it saved for a backward is live with it: 3.00 MiB a step" in e.text for e in finding.evidence)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fix"), [(PhaseKind.BACKWARD, "empty it after"), (PhaseKind.FORWARD, "keep the number")]
+)
+def test_a_list_whose_graphs_each_backward_goes_through_is_emptied(kind: PhaseKind, fix: str) -> None:
+    """Without the graphs, the loss that is computed of the list would have none."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    losses: list[int] = []
+
+    def each(step: int) -> None:
+        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
+        losses.append(b.new(1, line=KEPT))
+
+    steps(b, 4, each)
+    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    last_use = max(time for time, phase in b.trace.list_phase_begins() if phase.kind is kind) + 1
+    b.trace.last_uses = [last_use] * len(b.trace.storages)
+    (finding,) = found(b)
+    assert finding.evidence[-1].text.startswith(f"fix at x/train.py:9: {fix}")
+    assert (finding.edit is None) == (kind is PhaseKind.BACKWARD)
+
+
 def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)
