@@ -30,7 +30,18 @@ from memprof.findings.suggestions import Proposal
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import compute_allocated_peak
 from memprof.spec import TargetSpec
-from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.trace.events import (
+    NONE,
+    Caller,
+    EvalCall,
+    Event,
+    EventKind,
+    Forward,
+    ModuleRole,
+    PhaseKind,
+    Role,
+    VmapCall,
+)
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
@@ -191,6 +202,21 @@ def test_batch_normalization_is_told() -> None:
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(micro_batch.propose(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+
+
+def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.parameter("weight", 256, 100)
+    trained = b.new(64, 256)
+    b.phase(PhaseKind.BACKWARD)
+    b.free(trained)
+    b.phase(PhaseKind.EVALUATION)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    proposal = only(micro_batch.propose(b.context()))
+    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
+    assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
 
 
 def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:
@@ -401,6 +427,20 @@ def test_chunks_are_checkpointed_unless_the_model_was_called_without_gradients(t
     b.new(4096, 4096, 8, op="aten.sub")
     b.trace.trains, b.trace.ended_out_of_memory = trains, True
     assert ("checkpoint" in only(pairs.propose(b.context())).change) == trains
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_chunks_of_an_evaluation_between_steps_are_not_checkpointed(is_evaluation: bool) -> None:
+    """From eval() on until the next forward or backward."""
+    b = TraceBuilder()
+    calls = [EvalCall(len(b.trace.events), NONE, NONE)]
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.OTHER)
+    calls.append(EvalCall(len(b.trace.events), NONE, NONE))
+    b.trace.eval_calls = calls[: 1 + is_evaluation]
+    b.new(4096, 8, op="aten.randn")
+    b.new(4096, 4096, 8, op="aten.sub")
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) != is_evaluation
 
 
 def test_a_square_of_weights_is_no_pairs() -> None:
