@@ -63,7 +63,7 @@ def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None
     """Return the loops of calls over which tensors accumulate, each with these by what keeps them."""
     trace = context.ledger.trace
     found = []
-    for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
+    for loop in find_call_loops(trace.forwards, trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
