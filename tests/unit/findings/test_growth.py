@@ -735,6 +735,17 @@ def test_state_and_gradients_of_models_that_are_built_in_training() -> None:
     assert ops == {"aten.PARAMETER", "aten.OPTIMIZER_STATE"}
 
 
+@pytest.mark.parametrize(("num_models", "is_leak"), [(1, True), (2, False)])
+def test_gradients_of_the_same_name_are_replaced_if_they_are_of_one_model(num_models: int, is_leak: bool) -> None:
+    """Models that are trained in turn get their gradients one after another, and each keeps its own."""
+    b = TraceBuilder()
+    for _ in range(num_models):
+        b.parameter("a", 100)
+    gradients: list[int] = []
+    steps(b, 5, lambda step: gradients.extend(b.new(MILLION, line=KEPT, owner=(Role.GRADIENT, "a")) for _ in "ab"))
+    assert bool(find_step_leaks(b.context())) == is_leak
+
+
 # -- holders ---------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from memprof.findings.proposals import (
     host_memory,
     messages,
     micro_batch,
+    models,
     optimizer,
     pairs,
     segments,
@@ -38,6 +39,7 @@ from memprof.trace.events import (
     EventKind,
     Forward,
     ModuleRole,
+    MovedModel,
     PhaseKind,
     Role,
     VmapCall,
@@ -107,6 +109,24 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     b.phase(PhaseKind.BACKWARD)
     change = only(chunked_loss.propose(b.context())).change
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moved_mib", "stays"), [(90, [2, 3]), (91, None)])
+def test_one_model_at_a_time_where_memory_runs_out_in_moving_one(moved_mib: int, stays: list[int] | None) -> None:
+    """Of 270 MiB, three times as many as the moved model has, 90 MiB stay, and the request of the moved model."""
+    b = TraceBuilder()
+    made = [b.parameter("weight", MIB // 4, mib) for mib in (100, 80, 90)]
+    made.append(b.new(MIB // 4, 90, op="aten._to_copy"))
+    b.trace.ended_out_of_memory = True
+    b.trace.moved_model = MovedModel("Net", 1, moved_mib * MIB, "float32")
+    found = list(models.propose(b.context(300 * MIB)))
+    assert [[i for i in made if one.trace.storages[i].num_bytes] for one in found] == ([] if stays is None else [stays])
+    assert all("270.00 MiB of models are there when Net (90.00 MiB) is moved" in one.change for one in found)
+    b.phase(PhaseKind.FORWARD)
+    assert not list(models.propose(b.context(300 * MIB)))
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
