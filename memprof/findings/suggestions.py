@@ -238,8 +238,10 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None
     if not _is_enough(context, required, fits):
         return None
-    before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
-    sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
+    before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
+    sizes_text = format_bytes(required + context_bytes)
+    if required < before:  # where cached segments were released in vain, it may be more
+        sizes_text += f" instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
         text += ", of which cached segments are released when the GPU is full"
@@ -253,4 +255,4 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " up to this point, and " + (f"gets past it{unknown}" if fits else "still fails here")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
-    return Suggestion(text, fix, required, fits, before - required)
+    return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required)
