@@ -290,6 +290,16 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
 
 
+@pytest.mark.parametrize(("first", "is_keeper"), [(4, True), (5, False)])
+def test_what_has_tensors_of_most_calls_keeps_them(first: int, is_keeper: bool) -> None:
+    """Of the 8 calls before it was found, the last 5 or 4: weights of the inner steps of one task are such a dict."""
+    b = calls_before_one_backward(80)
+    event = b.trace.forwards[8].begin
+    b.trace.holders.append(LOSSES._replace(event=event, storages=tuple(range(first, 9)), nodes=20))
+    (finding,) = find(b.context(64 * MIB))
+    assert ("kept by list `losses`" in finding.title) == is_keeper
+
+
 def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
     """The inner steps of a task, and the call whose loss is summed."""
     b = calls_before_one_backward(80)
