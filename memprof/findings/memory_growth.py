@@ -20,6 +20,7 @@ from memprof.findings.growth import (
     CYCLE_FIXES,
     MIN_STEP_BYTES,
     LeakGroup,
+    describe_holder,
     describe_tensor,
     find_holder_keys,
     find_step_leaks,
@@ -182,7 +183,9 @@ def _make_finding_until_peak(
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
-        fix = "keep for the next pass only what it needs, without the graph (.detach())"
+        place = "" if holder.fills or holder.source is None else f" ({file_and_line(holder.source)})"
+        what = f"of {describe_holder(holder)}{place}"
+        fix = f"keep {what} for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
         edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:

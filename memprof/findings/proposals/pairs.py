@@ -46,10 +46,11 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
     checkpointed = ", each under torch.utils.checkpoint" if is_checkpointed else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
-    change = (
-        f"in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}: {format_shape(storage.shape)} at "
-    )
-    yield Proposal(resize(trace, chunks.sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
+    is_one_hot = trace.op(storage) == "aten.zeros"
+    lookup = "a lookup (F.embedding) if this one_hot is multiplied by a matrix, else " * is_one_hot
+    change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}"
+    place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
+    yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}")
 
 
 @cache_per_context

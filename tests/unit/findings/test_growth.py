@@ -266,6 +266,15 @@ def test_what_grows_over_the_micro_batches_of_a_step() -> None:
     assert ".detach()" in finding.evidence[-1].text
 
 
+@pytest.mark.parametrize(("fills", "fix"), [(True, "fix at x/train.py:9: keep of"), (False, "fix: keep of")])
+def test_a_variable_that_keeps_graphs_from_pass_to_pass_is_named_with_its_place(fills: bool, fix: str) -> None:
+    b = micro_batches(6, 2)
+    b.trace.holders.append(LOSSES._replace(kind="", fills=fills, storages=(1, 2, 3), nodes=20))
+    (finding,) = found(b)
+    place = "" if fills else " (x/train.py:9)"
+    assert finding.evidence[-1].text.startswith(f"{fix} variable `losses`{place} for the next pass")
+
+
 def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:
     """A run that calls its model `number` times, each for a MiB of `owner`, before a backward that it never reaches."""
     b = TraceBuilder()

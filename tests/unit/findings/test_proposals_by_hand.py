@@ -14,6 +14,7 @@ from memprof.findings.proposals import (
     chunked_loss,
     copies,
     data_parallel,
+    double,
     gradients,
     history,
     host_memory,
@@ -111,6 +112,21 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
 
 
+# -- float64 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(180, True), (181, False)])
+def test_a_quarter_of_float64_may_be_float32(other_mib: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    data = [b.new(MIB // 8, mib, dtype="float64", op="aten._to_copy", line="data.py:3 load") for mib in (20, 40)]
+    b.alloc(other_mib * MIB)
+    found = list(double.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert [one.trace.storages[index].num_bytes for index in data] == [10 * MIB, 20 * MIB]
+        assert one.change.endswith("[131072 x 40] at data.py:3")
+
+
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +214,7 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
     assert batches_stay == (not list(micro_batch.propose(context)))
-    assert all("loss.py:4" in one.change for one in chunked)
+    assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
