@@ -137,7 +137,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
-    trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
+    trains_too = trace.may_train and any(call.training and call.source == calls[0].source for call in trace.forwards)
     if trains_too:
         evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
     else:

@@ -112,7 +112,8 @@ def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
     }
     yield BACKWARD_PASS, sorted(ends.values())
     # Only where memory runs out: several calls may need one backward, as in a loop over the parts of a sequence.
-    if not context.ledger.run.fits:
+    # Where the program's own code does not train, no backward is to come.
+    if not context.ledger.run.fits and trace.may_train:
         modules = [forward.module for forward in trace.forwards if forward.nodes and forward.training]
         for module, _ in Counter(modules).most_common(1):
             yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.module == module]

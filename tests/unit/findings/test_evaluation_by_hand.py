@@ -123,6 +123,19 @@ def test_what_hooks_keep_in_training_mode_and_no_later_call_uses(uses: str, is_t
         assert "call eval() before eval.py:5" in one.evidence[-1].text and one.evidence[-1].source == CALL
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_hooks_keep_in_eval_mode_counts_if_something_was_seen_to_keep_it(is_held: bool) -> None:
+    b = accumulated(num_outputs=0)
+    b.trace.last_uses = [forward.end for forward in b.trace.forwards for _ in range(2)]
+    if is_held:
+        b.trace.holders.append(OUTPUTS._replace(storages=(0, 2)))
+    found = evaluation_accumulates.find(b.context())
+    assert [one.title.partition(" stay")[0] for one in found] == [
+        "Tensors of 5 calls of Net without gradients"
+    ] * is_held
+    assert all("keep .cpu() of each batch" in one.evidence[-1].text for one in found)  # it is in eval mode already
+
+
 def test_what_the_loop_makes_of_outputs_outside_of_the_model_counts() -> None:
     b = EvaluationBuilder(PhaseKind.FORWARD)
     for _ in range(5):
@@ -404,6 +417,8 @@ def test_the_call_that_memory_ended_is_told_where_the_program_does_not_train(tra
     finding = only(evaluation_with_gradients.find(b.context(320 * MIB)))
     assert finding.num_bytes == 300 * MIB and finding.is_decisive
     assert ("eval mode" in finding.title) == (not training) and "1 call of Net" in finding.title
+    b.trace.forwards.append(failed._replace(begin=0, end=0))  # in training mode, in a program that does not train
+    assert only(evaluation_with_gradients.find(b.context(320 * MIB))).edit is not None
 
 
 @pytest.mark.parametrize("nodes", [0, 5])
