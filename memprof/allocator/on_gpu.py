@@ -85,6 +85,15 @@ class GpuReplay:
         """Return whether no allocation fails; True without a GPU."""
         return self.first_oom is None
 
+    @property
+    def least_reserved_bytes(self) -> int:
+        """Return what the run needs at least: of one that memory ended what was reserved beside the failed request,
+        once cached segments were released, if that is less than without releasing any."""
+        if self.first_oom is None or not self.trace.ended_out_of_memory:
+            return self.required_reserved_bytes
+        report = self.first_oom.report
+        return min(self.required_reserved_bytes, report.reserved_bytes + report.tried_bytes)
+
     def compute_needs(self, config: AllocatorConfig) -> MemoryNeeds:
         """Return the memory needs of this run with other allocator settings; several findings may ask for the same."""
         if config not in self._needs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from memprof.findings.finding import Context
 from memprof.ledger.categories import Category
@@ -17,15 +17,15 @@ def find_training_events(trace: Trace) -> list[int]:
     return [time for time, phase in trace.list_phase_begins() if phase.kind in _TRAINING]
 
 
-def find_call_loops(trace: Trace, is_included: Callable[[Forward], bool]) -> list[list[Forward]]:
-    """Return the loops of calls that `is_included` accepts: consecutive calls of one module, without training.
-
-    The call in which memory ran out is among them if the program does not train: else a backward may have been to come.
-    """
+def find_call_loops(
+    calls: Iterable[Forward], trace: Trace, is_included: Callable[[Forward], bool]
+) -> list[list[Forward]]:
+    """Return the loops of those `calls` that `is_included` accepts: consecutive calls of one module, without training
+    between them."""
     trained_at = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
     loops: list[list[Forward]] = []
-    for forward in trace.forwards if trace.may_train else trace.list_calls():
+    for forward in calls:
         if not is_included(forward):
             open_loops.pop(forward.module, None)
             continue

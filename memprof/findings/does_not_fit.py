@@ -28,7 +28,9 @@ def find(context: Context) -> list[Finding]:
         return []
     trace = ledger.trace
     storage = trace.storages[oom.storage]
-    needed_bytes = ledger.run.required_reserved_bytes
+    needed_bytes = ledger.run.least_reserved_bytes
+    reserved_bytes = ledger.run.required_reserved_bytes
+    uncached = " if no cached segment is released" * (reserved_bytes > needed_bytes)
     shortfall = max(needed_bytes - oom.limit_bytes, 0)
     cached = oom.reserved_bytes - oom.in_use_bytes
     gpu = context.gpu or "the GPU"
@@ -49,9 +51,10 @@ def find(context: Context) -> list[Finding]:
             num_bytes=oom.in_use_bytes,
         ),
         Evidence(
-            f"{run_text} reserves {format_bytes(needed_bytes)}, in {stage_text(ledger.peak_reserved_stage)}; "
-            f"{format_bytes(ledger.peak_bytes)} are allocated, in {stage_text(ledger.peak_stage)}",
-            num_bytes=needed_bytes,
+            f"{run_text} reserves {format_bytes(reserved_bytes)}{uncached}, in "
+            f"{stage_text(ledger.peak_reserved_stage)}; {format_bytes(ledger.peak_bytes)} are allocated, in "
+            f"{stage_text(ledger.peak_stage)}",
+            num_bytes=reserved_bytes,
         ),
     ]
     for category, num_bytes in ledger.sum_by_category().items():

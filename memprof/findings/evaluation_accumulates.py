@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Set
 
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
@@ -28,10 +29,10 @@ _TRAINER = "transformers/trainer"
 def find(context: Context) -> list[Finding]:
     """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
 
-    It is decisive if the run would fit with these in host memory. Outputs of the model, tensors created outside
-    modules, and tensors created inside a model in training mode that no later call uses count: a hook may have kept
-    these; also KV caches that something keeps and that no later call uses. Other tensors created inside modules, and
-    tensors that the rule `memory-growth` reports, do not.
+    It is decisive if the run would fit with these in host memory. Outputs of the model and tensors created outside
+    modules count; so do tensors created inside modules, as of hooks, and KV caches, if no later call uses them, and
+    something was seen to keep them, or the model is in training mode. Tensors that the rule `memory-growth` reports do
+    not.
     """
     findings: dict[int, Finding] = {}
     for loop, reported in _find_kept(context):
@@ -63,14 +64,20 @@ def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None
     """Return the loops of calls over which tensors accumulate, each with these by what keeps them."""
     trace = context.ledger.trace
     found = []
-    for loop in find_call_loops(trace, lambda forward: forward.nodes == 0):
+    held = {growth.make_key(trace, index) for holder in trace.holders for index in holder.storages}
+    for loop in find_call_loops(trace.forwards, trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
             index
             for index in new_storages(context, loop[0].begin, loop[-1].end)
-            if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop)
+            if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop, held)
         ]
-        candidates += _find_kept_caches(context, loop)
+        caches = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
+        candidates += [
+            index
+            for index in caches
+            if growth.make_key(trace, index) in held and _is_unused_later(context, index, loop)
+        ]
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
         reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
         reported = {
@@ -84,21 +91,14 @@ def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None
     return found
 
 
-def _find_kept_caches(context: Context, loop: list[Forward]) -> list[int]:
-    """Return the storages of KV caches that no call of `loop` uses after the one in which they were allocated, and that
-    something was seen to keep, such as a list of what generate() has returned."""
-    trace = context.ledger.trace
-    held = {growth.make_key(trace, index) for holder in trace.holders for index in holder.storages}
-    caches = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
-    return [i for i in caches if growth.make_key(trace, i) in held and _is_unused_later(context, i, loop)]
-
-
-def _is_kept_unused(context: Context, index: int, loop: list[Forward]) -> bool:
-    """Return whether the storage `index` is of a call in training mode, and no operator uses it after that call.
+def _is_kept_unused(context: Context, index: int, loop: list[Forward], held: Set[growth.Key]) -> bool:
+    """Return whether no operator uses the storage `index` after its call, which is in training mode, or the program was
+    seen to keep such tensors (`held`).
 
     In eval mode a model may keep a cache of its own, to be read in calls that the run did not come to.
     """
-    return _find_call(context, index, loop).training and _is_unused_later(context, index, loop)
+    is_held = growth.make_key(context.ledger.trace, index) in held
+    return (is_held or _find_call(context, index, loop).training) and _is_unused_later(context, index, loop)
 
 
 def _is_unused_later(context: Context, index: int, loop: list[Forward]) -> bool:
@@ -143,7 +143,7 @@ def _make_finding(
     if exhaustion is not None:
         evidence.append(exhaustion)
     evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
-    if is_inside:
+    if is_inside and loop[-1].training:
         source = trace.source_at(loop[-1].source)
         text = (
             f"fix: {name} is in training mode, in which hooks may keep more: call eval() before {file_and_line(source)}"

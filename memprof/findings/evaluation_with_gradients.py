@@ -62,7 +62,9 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     trace = context.ledger.trace
     training_events = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
-    for loop in find_call_loops(trace, lambda call: call.nodes > 0 and not (call.training and trace.may_train)):
+    # The call in which memory ran out counts only if no backward may have been to come.
+    calls = trace.forwards if trace.may_train else trace.list_calls()
+    for loop in find_call_loops(calls, trace, lambda call: call.nodes > 0 and not (call.training and trace.may_train)):
         by_module.setdefault(loop[0].module, []).append(loop)
     result = []
     for all_loops in by_module.values():
@@ -82,7 +84,8 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
             continue
         made = {id(loop): new_storages(context, loop[0].begin, loop[-1].end) for loop in loops}
         longest = max(loops, key=len)
-        leaks = find_leaks(context, made[id(longest)], [forward.end - 1 for forward in longest])
+        ends = [forward.end - 1 for forward in longest if forward is not trace.failed_forward]  # it left nothing yet
+        leaks = find_leaks(context, made[id(longest)], ends)
         groups = _select_reported_groups(by_holder(trace, leaks))
         keys = {leak.key for group in groups.values() for leak in group}
         growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
@@ -134,7 +137,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
-    trains_too = any(call.training and call.source == calls[0].source for call in trace.forwards)
+    trains_too = trace.may_train and any(call.training and call.source == calls[0].source for call in trace.forwards)
     if trains_too:
         evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
     else:

@@ -90,6 +90,17 @@ def is_inference(trace: Trace) -> bool:
     return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
 
 
+def is_peak_in_evaluation(context: Context) -> bool:
+    """Return whether the peak is in an evaluation: in its phase, or after `eval()` was called and before the next phase
+    that trains."""
+    trace, peak = context.ledger.trace, context.ledger.peak_event
+    begun = [(time, phase.kind) for time, phase in context.phases if time <= peak]
+    if not begun or begun[-1][1] is PhaseKind.EVALUATION:
+        return bool(begun)
+    evaluated = max((call.event for call in trace.eval_calls if call.event <= peak), default=NONE)
+    return evaluated > max((time for time, kind in begun if kind in {*_TRAINING, PhaseKind.FORWARD}), default=peak)
+
+
 def is_input(trace: Trace, index: int) -> bool:
     """Return whether the storage `index` is an input of a model."""
     return index in trace.owners and trace.owners[index].role is Role.INPUT

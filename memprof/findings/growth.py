@@ -23,7 +23,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import AUTOCAST_KIND, ROLES_OF_MODELS, ROLES_PER_STEP, CycleKind, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -105,7 +105,7 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     if not steps:
         return {}
     births = context.lifetimes.births
-    included = _find_replaced(trace) | _find_late_models(trace, births, steps[0].begin)
+    included = _find_replaced(context) | _find_late_models(trace, births, steps[0].begin)
     candidates = [
         index
         for index, storage in enumerate(trace.storages)
@@ -122,11 +122,25 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
     return groups
 
 
-def _find_replaced(trace: Trace) -> set[int]:
-    """Return the storages of inputs, and those of gradients that a later gradient of the same name has replaced."""
+def _find_replaced(context: Context) -> set[int]:
+    """Return the storages of inputs, and those of gradients that a later gradient of the same name has replaced.
+
+    Where several models have parameters of this name, it may be the gradient of another one.
+    """
+    trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
+    parameters: dict[str, list[int]] = defaultdict(list)
+    for index, name in names_of(trace, Role.PARAMETER).items():
+        parameters[name].append(index)
     last = {name: index for index, name in names_of(trace, Role.GRADIENT).items()}
+
+    def is_of_one_model(index: int, name: str) -> bool:
+        return sum(births[one] < births[index] < deaths[one] for one in parameters[name]) < 2
+
     return {
-        index for index, owner in trace.owners.items() if owner.role in ROLES_PER_STEP and last.get(owner.name) != index
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.INPUT
+        or (owner.role is Role.GRADIENT and last[owner.name] != index and is_of_one_model(index, owner.name))
     }
 
 

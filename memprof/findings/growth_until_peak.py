@@ -79,8 +79,8 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
                 if not any(is_input(trace, index) for leak in leaks for index in leak.storages):
                     continue  # calls without inputs of their own compute with the results of others
                 # One backward frees all.
-                held = (holder for holder in (*holders, _find_sum_of_calls(trace, ends)) if holder is not None)
-                holders = {next(held, None): leaks}
+                held = (one for one in holders if one is not None and _spans_calls(context, one, ends))
+                holders = {next(held, _find_sum_of_calls(trace, ends)): leaks}
             return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
     return None
 
@@ -112,10 +112,18 @@ def _list_rounds(context: Context) -> Iterator[tuple[str, list[int]]]:
     }
     yield BACKWARD_PASS, sorted(ends.values())
     # Only where memory runs out: several calls may need one backward, as in a loop over the parts of a sequence.
-    if not context.ledger.run.fits:
+    # Where the program's own code does not train, no backward is to come.
+    if not context.ledger.run.fits and trace.may_train:
         modules = [forward.module for forward in trace.forwards if forward.nodes and forward.training]
         for module, _ in Counter(modules).most_common(1):
             yield CALL, [forward.end - 1 for forward in trace.forwards if forward.nodes and forward.module == module]
+
+
+def _spans_calls(context: Context, holder: Holder, ends: list[int]) -> bool:
+    """Return whether `holder`, as it was found, has tensors of most calls before, unlike the weights that a step of one
+    task has made; a variable has one tensor."""
+    calls = {bisect.bisect_left(ends, context.lifetimes.births[index]) for index in holder.storages}
+    return not holder.kind or 2 * len(calls) > bisect.bisect_left(ends, holder.event)
 
 
 def _find_sum_of_calls(trace: Trace, ends: list[int]) -> Holder | None:

@@ -20,6 +20,7 @@ from memprof.findings.growth import (
     CYCLE_FIXES,
     MIN_STEP_BYTES,
     LeakGroup,
+    describe_holder,
     describe_tensor,
     find_holder_keys,
     find_step_leaks,
@@ -31,11 +32,17 @@ from memprof.findings.growth import (
     list_equal_sums,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
+from memprof.findings.idle_storages import find_phase
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import CycleKind, Holder, Trace
+from memprof.trace.events import CycleKind, Holder, PhaseKind, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
+
+_EMPTY_FIX = (
+    "empty it after each step (.clear()), and leave out retain_graph=True: the backward of each step goes through the "
+    "graphs of all steps before it again"
+)
 
 _MIN_CALL_SHARE = 0.01  # of what calls keep: calls at lines that keep less, as those of a loss, are no rounds
 
@@ -104,7 +111,13 @@ def _make_finding(
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
     kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
-    evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
+    is_emptied = (
+        holder is not None and bool(holder.kind) and not holder.is_cycle and _are_differentiated_again(context, leaks)
+    )
+    if is_emptied:
+        evidence.append(holder_fix_evidence(holder, _EMPTY_FIX))
+    else:
+        evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -119,8 +132,24 @@ def _make_finding(
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=None if others else make_holder_edit(trace, holder, _choose_kind(kept)),
+        edit=None if others or is_emptied else make_holder_edit(trace, holder, _choose_kind(kept)),
     )
+
+
+def _are_differentiated_again(context: Context, leaks: list[LeakGroup]) -> bool:
+    """Return whether the backward of a later step uses most of `leaks`: without their graphs it would fail."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    if not trace.last_uses:
+        return False
+    ends = [step.end for step in list_training_steps(trace, context.ledger.allocated)]
+    earlier = [index for leak in leaks for index in leak.storages if births[index] < ends[-2]]
+    again = [
+        index
+        for index in earlier
+        if trace.last_uses[index] >= ends[bisect.bisect_right(ends, births[index])]
+        and find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
+    ]
+    return 2 * context.lifetimes.sum_bytes(again) > context.lifetimes.sum_bytes(earlier)
 
 
 def _choose_kind(kept_bytes: int) -> EditKind | None:
@@ -154,7 +183,9 @@ def _make_finding_until_peak(
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
-        fix = "keep for the next pass only what it needs, without the graph (.detach())"
+        place = "" if holder.fills or holder.source is None else f" ({file_and_line(holder.source)})"
+        what = f"of {describe_holder(holder)}{place}"
+        fix = f"keep {what} for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
         edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     else:

@@ -21,6 +21,7 @@ from memprof.units import format_bytes
 
 MAX_SUGGESTIONS = 3
 MIN_SHARE = 0.05  # of the run's need: a change that saves less, and does not make the run fit, is not suggested
+MIN_SHARE_PAST_END = 0.01  # of a run that memory ended, where it gets past that point: less ends at the next request
 
 
 class Proposal(NamedTuple):
@@ -181,7 +182,9 @@ def _estimate_required(context: Context, proposal: Proposal) -> int:
 def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool:
     run = context.ledger.run
     saved_bytes = run.required_reserved_bytes - required_bytes
-    return saved_bytes >= MIN_SHARE * run.required_reserved_bytes or bool(fits and not run.fits and saved_bytes > 0)
+    is_cure = bool(fits and not run.fits and saved_bytes > 0)
+    min_share = MIN_SHARE_PAST_END if run.trace.ended_out_of_memory else 0
+    return saved_bytes >= (min_share if is_cure else MIN_SHARE) * run.required_reserved_bytes
 
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:
@@ -238,8 +241,10 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None
     if not _is_enough(context, required, fits):
         return None
-    before, context_bytes = run.required_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
-    sizes_text = f"{format_bytes(required + context_bytes)} instead of {format_bytes(before + context_bytes)}"
+    before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
+    sizes_text = format_bytes(required + context_bytes)
+    if required < before:  # where cached segments were released in vain, it may be more
+        sizes_text += f" instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
         text += ", of which cached segments are released when the GPU is full"
@@ -253,4 +258,4 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " up to this point, and " + (f"gets past it{unknown}" if fits else "still fails here")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
-    return Suggestion(text, fix, required, fits, before - required)
+    return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required)

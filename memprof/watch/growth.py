@@ -108,9 +108,7 @@ class GrowthWatch:
         # In training, tensors left by calls may still be used by a backward pass.
         if not (nodes and training) and samples.is_due():
             grown_keys = samples.find_grown_keys(
-                self._sum_live_bytes(
-                    self._calls_first_storage, self._iterate_leftover_storages(nodes, begin, training=training)
-                ),
+                self._sum_live_bytes(self._calls_first_storage, self._iterate_leftover_storages(nodes, begin)),
                 MIN_CALL_GROWTH_BYTES,
             )
             self._search_holders(grown_keys, self._calls_first_storage)
@@ -179,11 +177,11 @@ class GrowthWatch:
                 self._has_found_sums = bool(sums)
                 self._recorder.trace.holders += sums
 
-    def _iterate_leftover_storages(self, nodes: int, begin: int, *, training: bool) -> Iterator[int]:
+    def _iterate_leftover_storages(self, nodes: int, begin: int) -> Iterator[int]:
         """Yield the live storages that may accumulate over calls, of which the last began at the event `begin`.
 
         KV caches are excluded if the last call used them; so are, for calls without an autograd graph (`nodes` is 0),
-        storages that modules allocate and do not return, unless a call in training mode did not use them.
+        storages that modules allocate and do not return, unless the last call did not use them.
         """
         storages, owners = self._recorder.trace.storages, self._recorder.trace.owners
         unused = set(self._recorder.storages.iterate_unused_since(begin))
@@ -191,12 +189,7 @@ class GrowthWatch:
             if index in owners and owners[index].role is Role.KV_CACHE:
                 if index in unused:
                     yield index
-            elif (
-                nodes
-                or storages[index].module == NONE
-                or index in self._output_storages
-                or (training and index in unused)
-            ):
+            elif nodes or storages[index].module == NONE or index in self._output_storages or index in unused:
                 yield index
 
     def _make_counterpart_key(self, storage: Storage) -> _CounterpartKey:

@@ -25,7 +25,17 @@ from memprof.trace.events import (
     Trace,
 )
 
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1, "uint8": 1}
+SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "bool": 1,
+    "uint8": 1,
+}
 
 
 class TraceBuilder:

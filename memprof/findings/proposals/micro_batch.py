@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
-from memprof.findings.evidence import is_inference, param_names
+from memprof.findings.evidence import is_inference, is_peak_in_evaluation, param_names
 from memprof.findings.finding import Context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
@@ -17,15 +17,16 @@ from memprof.ledger.what_if import edit_events
 from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
-_PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
+_EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
+_PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, *_EVALUATING)
 
 
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change to as many rows at a time as fit.
 
-    Of an inference no gradients are added up. If pairs fill the GPU, they can be computed in chunks, and a loss that
-    compares samples stays the same.
+    Of an inference or an evaluation no gradients are added up. If pairs fill the GPU, they can be computed in chunks,
+    and a loss that compares samples stays the same.
     """
     trace = context.ledger.trace
     batch_size, chunks = find_batch_size(context), find_chunks(context)
@@ -41,7 +42,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     while batch_size % rows:  # a batch is divided into equal ones
         rows -= 1
     changed = _keep_gradients(resize_rows(trace, batched, rows, batch_size))
-    if context.spec is None and is_inference(trace):
+    if context.spec is None and (is_inference(trace) or is_peak_in_evaluation(context)):
         yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}")
     elif _normalizes_batches(trace):
         normalized = f"batch normalization then sees these {rows} alone"
@@ -87,6 +88,7 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
     widths |= {size for shape in _list_input_shapes(context) for size in shape[1:]}
     batched = list(trace.optional_storages())  # workspaces of convolutions
     num_workspaces, kept_keys = len(batched), find_kept_keys(context)
+    kinds = _EVALUATING if is_peak_in_evaluation(context) else _PHASES  # a training beside it stays as it is
     for index, storage in enumerate(trace.storages):
         shape, owner = storage.shape, trace.owners.get(index)
         if (
@@ -96,7 +98,7 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
             or (owner is not None and owner.role is not Role.KV_CACHE)
         ):
             continue
-        if trace.phases[storage.phase].kind not in _PHASES or (shape[0] % batch_size and batch_size not in shape):
+        if trace.phases[storage.phase].kind not in kinds or (shape[0] % batch_size and batch_size not in shape):
             continue
         if kept_keys and make_key(trace, index) in kept_keys:
             continue

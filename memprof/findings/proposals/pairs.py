@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from memprof.findings.evidence import file_and_line, format_shape, is_inference, param_names
+from memprof.findings.evidence import file_and_line, format_shape, is_inference, is_peak_in_evaluation, param_names
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
@@ -43,12 +43,14 @@ def propose(context: Context) -> Iterator[Proposal]:
     storage = trace.storages[chunks.first]
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
     may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
-    checkpointed = ", each under torch.utils.checkpoint" if may_be_trained else ""
+    is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
+    checkpointed = ", each under torch.utils.checkpoint" if is_checkpointed else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
-    change = (
-        f"in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}: {format_shape(storage.shape)} at "
-    )
-    yield Proposal(resize(trace, chunks.sizes), f"{change}{file_and_line(trace.source_line(storage))}{distances}")
+    is_one_hot = trace.op(storage) == "aten.zeros"
+    lookup = "a lookup (F.embedding) if this one_hot is multiplied by a matrix, else " * is_one_hot
+    change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}"
+    place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
+    yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}")
 
 
 @cache_per_context

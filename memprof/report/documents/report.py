@@ -88,7 +88,8 @@ class Verdict:
     free_bytes: int | None  # Free device memory at the failed allocation.
     retries: int  # Times that an allocation succeeded only after the allocator's cache was released.
     # Device memory with which no allocation fails: maximum reserved bytes on a GPU without limit, and the CUDA context.
-    # Failed allocations that a program caught do not count.
+    # Failed allocations that a program caught do not count. Of a run that memory ended: at least so much, what was
+    # reserved there beside the request.
     required_bytes: int
     out_of_memory_caught: int = 0  # Out-of-memory errors that the program caught.
     first_caught: CaughtError | None = None  # The first caught out-of-memory error.
@@ -336,7 +337,7 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
         reserved_bytes=oom.reserved_bytes if oom else None,
         free_bytes=oom.free_bytes if oom else None,
         retries=run.retries,
-        required_bytes=run.required_reserved_bytes + outside_bytes,
+        required_bytes=run.least_reserved_bytes + outside_bytes,
         out_of_memory_caught=len(caught_errors),
         first_caught=caught_errors[0] if caught_errors else None,
         growth=growth,

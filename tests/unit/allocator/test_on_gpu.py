@@ -42,6 +42,20 @@ def test_fits_because_the_cache_is_given_back():
     assert run.timeline.peak_reserved.num_bytes <= 140 * MIB < run.required_reserved_bytes == 240 * MIB
 
 
+@pytest.mark.parametrize(("ended", "least"), [(True, 160), (False, 200)])
+def test_a_run_that_memory_ended_needs_no_room_for_the_cache_that_was_released(ended, least):
+    """40 MiB are free, and released in vain: with 60 MiB in use, 100 MiB do not fit into 150 MiB."""
+    b = TraceBuilder(None)
+    first, *_ = b.alloc(40 * MIB), b.alloc(60 * MIB)
+    b.free(first)
+    b.alloc(100 * MIB)
+    b.trace.ended_out_of_memory = ended
+    run = replay_on_gpu(b.trace, GpuMemory(150 * MIB + CONTEXT, CONTEXT))
+    assert run.first_oom is not None
+    assert (run.least_reserved_bytes, run.required_reserved_bytes) == (least * MIB, 200 * MIB)
+    assert replay_on_gpu(b.trace, None).least_reserved_bytes == 200 * MIB
+
+
 def test_the_refused_request_and_its_message():
     trace = outgrown_blocks()
     run = replay_on_gpu(trace, GpuMemory(119 * MIB + CONTEXT, CONTEXT), release=parse_release("2.6.0"))

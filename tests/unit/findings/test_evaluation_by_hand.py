@@ -123,6 +123,19 @@ def test_what_hooks_keep_in_training_mode_and_no_later_call_uses(uses: str, is_t
         assert "call eval() before eval.py:5" in one.evidence[-1].text and one.evidence[-1].source == CALL
 
 
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_hooks_keep_in_eval_mode_counts_if_something_was_seen_to_keep_it(is_held: bool) -> None:
+    b = accumulated(num_outputs=0)
+    b.trace.last_uses = [forward.end for forward in b.trace.forwards for _ in range(2)]
+    if is_held:
+        b.trace.holders.append(OUTPUTS._replace(storages=(0, 2)))
+    found = evaluation_accumulates.find(b.context())
+    assert [one.title.partition(" stay")[0] for one in found] == [
+        "Tensors of 5 calls of Net without gradients"
+    ] * is_held
+    assert all("keep .cpu() of each batch" in one.evidence[-1].text for one in found)  # it is in eval mode already
+
+
 def test_what_the_loop_makes_of_outputs_outside_of_the_model_counts() -> None:
     b = EvaluationBuilder(PhaseKind.FORWARD)
     for _ in range(5):
@@ -332,7 +345,7 @@ def test_loops_are_of_one_module_without_training_between() -> None:
     b.call(512, nodes=3)
     b.call(512)
     b.call(512, path="head")
-    loops = calls.find_call_loops(b.trace, lambda forward: forward.nodes == 0)
+    loops = calls.find_call_loops(b.trace.forwards, b.trace, lambda forward: forward.nodes == 0)
     numbers = [[b.trace.forwards.index(forward) for forward in loop] for loop in loops]
     assert numbers == [[0], [1], [2], [3], [4, 6], [5, 7, 10], [9]]
     assert calls.find_training_events(b.trace) == [
@@ -404,3 +417,23 @@ def test_the_call_that_memory_ended_is_told_where_the_program_does_not_train(tra
     finding = only(evaluation_with_gradients.find(b.context(320 * MIB)))
     assert finding.num_bytes == 300 * MIB and finding.is_decisive
     assert ("eval mode" in finding.title) == (not training) and "1 call of Net" in finding.title
+    b.trace.forwards.append(failed._replace(begin=0, end=0))  # in training mode, in a program that does not train
+    assert only(evaluation_with_gradients.find(b.context(320 * MIB))).edit is not None
+
+
+@pytest.mark.parametrize("nodes", [0, 5])
+def test_what_calls_keep_is_told_where_the_next_call_fills_the_gpu(nodes: int) -> None:
+    """That call has not come to what the program keeps of its result."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    made = [b.call(10 * MIB, nodes=nodes, num_outputs=1 - min(nodes, 1))[0] for _ in range(5)]
+    b.trace.holders.append(OUTPUTS._replace(storages=tuple(made[:3]), nodes=nodes))
+    b.enter("", "Net")
+    begin = len(b.trace.events)
+    b.alloc(40 * MIB, op="aten.mm")
+    call = b.trace.forwards[-1]
+    b.trace.failed_forward = call._replace(begin=begin, end=len(b.trace.events), outputs=())
+    b.trace.ended_out_of_memory, b.trace.may_train = True, False
+    rule = evaluation_with_gradients.find if nodes else evaluation_accumulates.find
+    finding = only(rule(b.context(64 * MIB)))
+    assert finding.title.startswith("Evaluation with gradients: 6 calls" if nodes else "Outputs of 5 calls of Net")
+    assert "kept by list `outputs`" in finding.title

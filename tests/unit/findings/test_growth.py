@@ -158,6 +158,28 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
     assert any("what it saved for a backward is live with it: 3.00 MiB a step" in e.text for e in finding.evidence)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fix"), [(PhaseKind.BACKWARD, "empty it after"), (PhaseKind.FORWARD, "keep the number")]
+)
+def test_a_list_whose_graphs_each_backward_goes_through_is_emptied(kind: PhaseKind, fix: str) -> None:
+    """Without the graphs, the loss that is computed of the list would have none."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    losses: list[int] = []
+
+    def each(step: int) -> None:
+        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
+        losses.append(b.new(1, line=KEPT))
+
+    steps(b, 4, each)
+    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    last_use = max(time for time, phase in b.trace.list_phase_begins() if phase.kind is kind) + 1
+    b.trace.last_uses = [last_use] * len(b.trace.storages)
+    (finding,) = found(b)
+    assert finding.evidence[-1].text.startswith(f"fix at x/train.py:9: {fix}")
+    assert (finding.edit is None) == (kind is PhaseKind.BACKWARD)
+
+
 def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)
@@ -244,6 +266,15 @@ def test_what_grows_over_the_micro_batches_of_a_step() -> None:
     assert ".detach()" in finding.evidence[-1].text
 
 
+@pytest.mark.parametrize(("fills", "fix"), [(True, "fix at x/train.py:9: keep of"), (False, "fix: keep of")])
+def test_a_variable_that_keeps_graphs_from_pass_to_pass_is_named_with_its_place(fills: bool, fix: str) -> None:
+    b = micro_batches(6, 2)
+    b.trace.holders.append(LOSSES._replace(kind="", fills=fills, storages=(1, 2, 3), nodes=20))
+    (finding,) = found(b)
+    place = "" if fills else " (x/train.py:9)"
+    assert finding.evidence[-1].text.startswith(f"{fix} variable `losses`{place} for the next pass")
+
+
 def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:
     """A run that calls its model `number` times, each for a MiB of `owner`, before a backward that it never reaches."""
     b = TraceBuilder()
@@ -266,6 +297,19 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     assert finding.severity is Severity.WARNING  # 1 MiB a call would be a note, if it were not the cause
     assert finding.evidence[-1].text.startswith("fix: call backward() after each call at train.py:5")
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
+    b = calls_before_one_backward(80)
+    b.trace.may_train = False  # no backward is to come: it is an evaluation with gradients
+    assert not find(b.context(64 * MIB))
+
+
+@pytest.mark.parametrize(("first", "is_keeper"), [(4, True), (5, False)])
+def test_what_has_tensors_of_most_calls_keeps_them(first: int, is_keeper: bool) -> None:
+    """Of the 8 calls before it was found, the last 5 or 4: weights of the inner steps of one task are such a dict."""
+    b = calls_before_one_backward(80)
+    event = b.trace.forwards[8].begin
+    b.trace.holders.append(LOSSES._replace(event=event, storages=tuple(range(first, 9)), nodes=20))
+    (finding,) = find(b.context(64 * MIB))
+    assert ("kept by list `losses`" in finding.title) == is_keeper
 
 
 def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
@@ -711,6 +755,17 @@ def test_state_and_gradients_of_models_that_are_built_in_training() -> None:
     (leaks,) = find_step_leaks(b.context()).values()
     ops = {b.trace.op(b.trace.storages[one.storages[0]]) for one in leaks}
     assert ops == {"aten.PARAMETER", "aten.OPTIMIZER_STATE"}
+
+
+@pytest.mark.parametrize(("num_models", "is_leak"), [(1, True), (2, False)])
+def test_gradients_of_the_same_name_are_replaced_if_they_are_of_one_model(num_models: int, is_leak: bool) -> None:
+    """Models that are trained in turn get their gradients one after another, and each keeps its own."""
+    b = TraceBuilder()
+    for _ in range(num_models):
+        b.parameter("a", 100)
+    gradients: list[int] = []
+    steps(b, 5, lambda step: gradients.extend(b.new(MILLION, line=KEPT, owner=(Role.GRADIENT, "a")) for _ in "ab"))
+    assert bool(find_step_leaks(b.context())) == is_leak
 
 
 # -- holders ---------------------------------------------------------------------------------------------------------

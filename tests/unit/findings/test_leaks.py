@@ -257,6 +257,16 @@ def inside_of_modules() -> None:
         model(x)
 
 
+@torch.no_grad()
+def inside_of_modules_in_eval_mode() -> None:
+    model, _ = parts()
+    model.eval()
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output))  # kept
+    for x in batches():
+        model(x)
+
+
 class Mean:
     def __init__(self) -> None:
         self.values: list[torch.Tensor] = []
@@ -392,6 +402,7 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (without_an_optimizer, GROWTH, "list `scores`", without_an_optimizer),
         (hidden_state_of_micro_batches, GROWTH, "variable `hidden[0]`", hidden_state_of_micro_batches),
         (inside_of_modules, KEPT, "list `seen`", inside_of_modules),
+        (inside_of_modules_in_eval_mode, KEPT, "list `seen`", inside_of_modules_in_eval_mode),
         (metric, GROWTH, "list `Mean.values`", Mean.update),
         (logger, GROWTH, "defaultdict `Logger.history`", Logger.log),
         (filled_from_outside, GROWTH, "list `State.gradients`", filled_from_outside),
@@ -576,12 +587,32 @@ def keys_and_values() -> None:
         x = model(x)[:, -1:]
 
 
+class Streaming(nn.Module):
+    """Attends to what it has made in all calls before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.layer(x) * 2)
+        return torch.stack(self.seen).mean(0)
+
+
+@torch.no_grad()
+def cache_of_a_model_in_eval_mode() -> None:
+    model = Streaming().cuda().eval()
+    for x in batches():
+        model(x).sum()
+
+
 @pytest.mark.parametrize(
     "program",
     [
         numbers, sum_of_numbers, bounded_deque, bounded_lru_cache, window_of_slices, cache_that_fills, micro_batches,
         detached_state, average_of_weights, ring, hooks_that_overwrite, prefetched, data_that_is_there_before,
-        predictions_in_host_memory, longer_batches, keys_and_values,
+        predictions_in_host_memory, longer_batches, keys_and_values, cache_of_a_model_in_eval_mode,
     ],
     ids=lambda program: program.__name__,
 )  # fmt: skip

@@ -14,11 +14,13 @@ from memprof.findings.proposals import (
     chunked_loss,
     copies,
     data_parallel,
+    double,
     gradients,
     history,
     host_memory,
     messages,
     micro_batch,
+    models,
     optimizer,
     pairs,
     segments,
@@ -30,7 +32,19 @@ from memprof.findings.suggestions import Proposal
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.what_if import compute_allocated_peak
 from memprof.spec import TargetSpec
-from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
+from memprof.trace.events import (
+    NONE,
+    Caller,
+    EvalCall,
+    Event,
+    EventKind,
+    Forward,
+    ModuleRole,
+    MovedModel,
+    PhaseKind,
+    Role,
+    VmapCall,
+)
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
@@ -96,6 +110,39 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     b.phase(PhaseKind.BACKWARD)
     change = only(chunked_loss.propose(b.context())).change
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
+
+
+# -- float64 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(180, True), (181, False)])
+def test_a_quarter_of_float64_may_be_float32(other_mib: int, is_told: bool) -> None:
+    b = TraceBuilder()
+    data = [b.new(MIB // 8, mib, dtype="float64", op="aten._to_copy", line="data.py:3 load") for mib in (20, 40)]
+    b.alloc(other_mib * MIB)
+    found = list(double.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert [one.trace.storages[index].num_bytes for index in data] == [10 * MIB, 20 * MIB]
+        assert one.change.endswith("[131072 x 40] at data.py:3")
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("moved_mib", "stays"), [(90, [2, 3]), (91, None)])
+def test_one_model_at_a_time_where_memory_runs_out_in_moving_one(moved_mib: int, stays: list[int] | None) -> None:
+    """Of 270 MiB, three times as many as the moved model has, 90 MiB stay, and the request of the moved model."""
+    b = TraceBuilder()
+    made = [b.parameter("weight", MIB // 4, mib) for mib in (100, 80, 90)]
+    made.append(b.new(MIB // 4, 90, op="aten._to_copy"))
+    b.trace.ended_out_of_memory = True
+    b.trace.moved_model = MovedModel("Net", 1, moved_mib * MIB, "float32")
+    found = list(models.propose(b.context(300 * MIB)))
+    assert [[i for i in made if one.trace.storages[i].num_bytes] for one in found] == ([] if stays is None else [stays])
+    assert all("270.00 MiB of models are there when Net (90.00 MiB) is moved" in one.change for one in found)
+    b.phase(PhaseKind.FORWARD)
+    assert not list(models.propose(b.context(300 * MIB)))
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
@@ -167,7 +214,7 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
     assert batches_stay == (not list(micro_batch.propose(context)))
-    assert all("loss.py:4" in one.change for one in chunked)
+    assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
@@ -191,6 +238,21 @@ def test_batch_normalization_is_told() -> None:
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(micro_batch.propose(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+
+
+def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.parameter("weight", 256, 100)
+    trained = b.new(64, 256)
+    b.phase(PhaseKind.BACKWARD)
+    b.free(trained)
+    b.phase(PhaseKind.EVALUATION)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    proposal = only(micro_batch.propose(b.context()))
+    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
+    assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
 
 
 def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:
@@ -401,6 +463,20 @@ def test_chunks_are_checkpointed_unless_the_model_was_called_without_gradients(t
     b.new(4096, 4096, 8, op="aten.sub")
     b.trace.trains, b.trace.ended_out_of_memory = trains, True
     assert ("checkpoint" in only(pairs.propose(b.context())).change) == trains
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_chunks_of_an_evaluation_between_steps_are_not_checkpointed(is_evaluation: bool) -> None:
+    """From eval() on until the next forward or backward."""
+    b = TraceBuilder()
+    calls = [EvalCall(len(b.trace.events), NONE, NONE)]
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.OTHER)
+    calls.append(EvalCall(len(b.trace.events), NONE, NONE))
+    b.trace.eval_calls = calls[: 1 + is_evaluation]
+    b.new(4096, 8, op="aten.randn")
+    b.new(4096, 4096, 8, op="aten.sub")
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) != is_evaluation
 
 
 def test_a_square_of_weights_is_no_pairs() -> None:

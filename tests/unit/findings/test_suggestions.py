@@ -190,6 +190,18 @@ def test_less_is_enough_if_the_run_fits_then(alone: None) -> None:
     assert not suggest(two_tensors().context(1001 * MIB))
 
 
+@pytest.mark.parametrize(("mib", "is_told"), [(588, True), (592, False)])
+def test_of_a_run_that_memory_ended_a_hundredth_is_enough_to_get_past_that_point(
+    alone: None, mib: int, is_told: bool
+) -> None:
+    """10 MiB of 1000 MiB, and 8 MiB, with which the next requests fail."""
+    shrink(1, 0, mib * MIB)
+    b = two_tensors()
+    b.trace.ended_out_of_memory = True
+    found = suggest(b.context(999 * MIB))
+    assert bool(found) == is_told and all(one.fits for one in found)
+
+
 def test_what_frees_nothing_is_not_suggested(alone: None) -> None:
     shrink(1, 0, 600 * MIB)
     assert not suggest(two_tensors().context(999 * MIB)) and not suggest(two_tensors().context())
@@ -213,6 +225,21 @@ def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
     first, second = suggest(b.context(700 * MIB))
     assert first.text.endswith("400.00 MiB instead of 1,000.00 MiB up to this point, and gets past it")
     assert second.text.endswith("900.00 MiB instead of 1,000.00 MiB up to this point, and still fails here")
+
+
+def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: None) -> None:
+    """Without a limit the run reserves 200 MiB, for 40 MiB are no room for 100 MiB; as it ended, 160 MiB."""
+    shrink(1, 1, 46 * MIB)
+    b = TraceBuilder()
+    first, _ = b.alloc(40 * MIB), b.alloc(60 * MIB)
+    b.free(first)
+    b.alloc(100 * MIB)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.trace.ended_out_of_memory = True
+    (found,) = suggest(b.context(150 * MIB))
+    assert (found.required_bytes, found.num_bytes) == (186 * MIB, 14 * MIB)
+    assert found.text.startswith("number 1: needs 186.00 MiB, of which cached segments are released")
+    assert found.text.endswith("up to this point, and gets past it")
 
 
 @pytest.mark.parametrize(("usable_mib", "fits"), [(400, True), (399, False)])
