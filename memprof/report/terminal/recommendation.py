@@ -98,8 +98,9 @@ def render_heading(result: recommendation.Recommendation) -> Text:
     """Return the heading of a recommendation: model, goal, batch and GPUs."""
     device = result.device
     size = f"{gib(device.total_bytes or 0)} GiB"
-    gpu = device.name if size in device.name else f"{device.name} ({size})"  # a custom GPU is named by its size
-    gpu = f"{result.gpus} x {gpu}" if result.gpus > 1 else gpu
+    is_custom = size in device.name  # "custom GPU with 8.00 GiB"
+    gpu = device.name if is_custom else f"{device.name} ({size})"
+    gpu = f"{result.gpus} x {gpu}" if result.gpus > 1 else f"{'a ' * is_custom}{gpu}"
     if result.model is None:
         return make_heading(f"What fits {gpu}")
     goal = "inference" if result.goal == "infer" else f"training ({result.goal})"
