@@ -22,7 +22,7 @@ class Cause(StrEnum):
     GPU_FULL = "gpu-full", "The GPU is full of this process's own tensors"
     # One request has a quarter of the GPU or more.
     LARGE_TENSOR = "large-tensor", "One tensor is too large"
-    FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, in pieces too small"
+    FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, but in pieces that are too small"
     # The request would fit without other processes.
     OTHER_PROCESSES = "other-processes", "Other processes have the GPU"
     MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"

@@ -103,7 +103,7 @@ class Projections:
         return tape.cast(product, x.itemsize, name, drops=[product])
 
     def _record_int8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
-        """Record bitsandbytes' Linear8bitLt, which saves its input; return the output.
+        """Record bitsandbytes' Linear8bitLt, which keeps its input (autograd/_functions.py); return the output.
 
         bitsandbytes/backends/cuda/ops.py: the input is cast to float16 and then int8, with scales and a mask of
         outliers; the product is int32, then float16, then the input's dtype.
@@ -111,6 +111,7 @@ class Projections:
         tape = self.tape
         tape.add_temporary(tape.tokens * rows * (2 + 1 + 2 + 1))
         tape.add_temporary(tape.tokens * (rows + columns * (4 + 2 + x.itemsize)))
+        tape.keep(x)
         return tape.record([x], columns, x.itemsize, saves=[x], name=name, temp_bytes=x.itemsize * rows * columns)
 
     def _record_prequantized(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:

@@ -51,6 +51,7 @@ class Tape:
     live: int = 0
     peak: int = 0
     saved: dict[str, int] = field(default_factory=dict)  # Bytes saved for the backward, by name.
+    kept: dict[Tensor, int] = field(default_factory=dict)  # Bytes that checkpointing does not drop, by tensor.
     _nodes: list[_Node] = field(default_factory=list)
 
     def allocate(self, width: int, itemsize: int, *, needs_grad: bool, name: str = "") -> Tensor:
@@ -152,6 +153,18 @@ class Tape:
         tensor.num_references += 1
         if tensor.is_counted and tensor.num_bytes:
             self.saved.setdefault(f"{tensor.name or 'unnamed'} #{id(tensor)}", tensor.num_bytes)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Record that a custom function keeps `tensor` as an attribute of its context: checkpointing, which replaces
+        what `save_for_backward` gets, does not drop it."""
+        tensor = tensor.base or tensor
+        if tensor.needs_grad and tensor.is_counted:
+            self.kept[tensor] = tensor.num_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of all tensors that checkpointing does not drop."""
+        return sum(self.kept.values())
 
     @property
     def saved_bytes(self) -> int:

@@ -121,7 +121,7 @@ class TrainingMoments:
         """Return the bytes that each layer saves for the backward."""
         g, layers = self.g, self.elements.num_layers
         if self.plan.method.checkpointing:
-            return [self.hidden_bytes] * layers
+            return [self.hidden_bytes + record_layer(self.setting)[0].kept_bytes] * layers
         layer_bytes = record_layer(self.setting)[1] + self._sum_cast_weights()
         needs_grad = self.trains_weights or not self.rank.is_first
         first_bytes = record_layer(self.setting, hidden_needs_grad=needs_grad)[1] + self._sum_cast_weights()
@@ -226,8 +226,11 @@ class TrainingMoments:
 
     @property
     def _held_logits(self) -> int:
-        """Return the bytes of the logits, which the caller holds through the backward; 0 with a chunked loss."""
-        return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
+        """Return the bytes that the model's output holds through the backward: the logits, or with a chunked loss
+        autocast's copy of the head's weight."""
+        if not self.rank.is_last:
+            return 0
+        return self._sum_head_copy() if self.plan.chunked_loss else self.logits_bytes
 
     def _iter_layer_moments(self, other_bytes: int, prior_grads: int, head_grad: int) -> Iterator[PeakMoment]:
         """Yield the moments in the backward of the last layer (most activations) and of the first (most gradients)."""
@@ -264,7 +267,7 @@ class TrainingMoments:
         rank, elements = self.rank, self.elements
         # The gradient of a tied embedding is added to the head's out of place.
         is_tied = self.g.tied and rank.tensor == rank.stages == 1
-        tied_grads = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if is_tied else 0
+        tied_grads = (1 if self.plan.chunked_loss else 2) * head_grad if is_tied else 0
         root_grads, own_grads = (
             elements.root * itemsize * rank.gathers for itemsize in (self.reduced_itemsize, self.full_itemsize)
         )

@@ -63,8 +63,12 @@ def test_another_gpu_in_full(done):
     assert other["gpu"] == "cuda:0" and other["peak"]["categories"]["parameters"] == FIRST
     assert other["verdict"] == document["verdict"]
     text = python("-m", "memprof", "show", "run.memprof", folder=folder).stdout
-    assert "3 such GPUs in one process; in full, cuda:1:" in text
-    assert "cuda:1  <- below" in text and "not used" in text and "with the CUDA context on cuda:1" in text
+    assert "3 such GPUs in one process; shown in full: cuda:1" in text
+    assert (
+        "cuda:1  <- shown in full" in text
+        and "not used" in text
+        and "with cached memory and the CUDA context on cuda:1" in text
+    )
 
 
 def test_a_recording_is_of_the_fullest_gpu(done):

@@ -153,7 +153,9 @@ def test_the_script_handles_it(memprof, script):
     assert ran.exit_code == 0
     assert "found 131072" in ran.stdout
     text = " ".join(ran.stdout.split())
-    assert "Fits only without what was refused: 3 out-of-memory errors were raised and caught, the first in" in text
+    assert (
+        "Fits only without the failed allocations: 3 out-of-memory errors were raised and caught, the first in" in text
+    )
     assert "train.py:7, where 4.00 GiB were requested with 4.00 MiB in use; the script went on without it." in text
     assert "allocator retries" not in text and "releasing its cache" not in text
     ran = memprof("run", "--until-exit", "--gpu-vram", "2", "--json", name)

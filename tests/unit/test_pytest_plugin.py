@@ -175,7 +175,7 @@ def test_a_suite(suite: pytest.Pytester) -> None:
     shown = result.stdout
     shown.fnmatch_lines([
         "*_ test_is_over_its_limit _*",
-        "memprof: does not fit: it takes 2.*GiB with the CUDA context (NVIDIA GeForce RTX 4090 held to 2.00 GiB)",
+        "memprof: does not fit: it takes 2.*GiB with cached memory and the CUDA context (* held to 2.00 GiB)",
         "  peak: 2.* GiB allocated in backward of step 1; 2.* GiB reserved in backward of step 1",
         "  full: in backward of step 1 at test_a_suite0/test_a_suite.py:16, requested 1.00 GiB with 1.* GiB in use",
         "  largest at the peak:",
@@ -208,7 +208,7 @@ def test_with_workers(suite: pytest.Pytester) -> None:
     result = run(suite, "-p", "xdist", "-n", "1")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["memprof: does not fit: it takes 1.29 GiB with the CUDA context (custom GPU with 1.00 GiB)"]
+        ["memprof: does not fit: it takes 1.29 GiB with cached memory and the CUDA context (custom GPU with 1.00 GiB)"]
     )
 
 

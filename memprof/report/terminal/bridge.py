@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.ledger.bridge import Bridge, PoolUse
-from memprof.ledger.stages import format_stage
 from memprof.ledger.streams import StreamMemory
 from memprof.report.terminal.cells import Unit, join_first
 from memprof.report.terminal.console import dim, indent, make_heading, make_table
+from memprof.report.terminal.stage_names import describe_stage
 from memprof.units import format_bytes
 
 MAX_PROCESSES = 5
@@ -48,7 +48,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
         min_bytes, max_bytes = map(format_bytes, bridge.nccl_group_bytes)
         add("+ NCCL", note=f"{min_bytes} to {max_bytes} for each group, where others measured it")
     add("= device used", "device_used_bytes", "what nvidia-smi says", total=True)
-    places = (f"{title} in {format_stage(m.stage, m.step)}" for title, m in zip(titles, moments, strict=True))
+    places = (f"{title} in {describe_stage(m.stage, m.step)}" for title, m in zip(titles, moments, strict=True))
     title = make_heading(f"From tensors to device used, {unit.name}, ", ", ".join(places))
     parts: list[RenderableType] = [title, indent(table)]
     free_text = ", ".join(_format_pool(pool) for pool in first.pools if pool.free_bytes)

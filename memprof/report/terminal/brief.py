@@ -27,6 +27,7 @@ from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories
 from memprof.report.terminal.ranks import render_gpus, render_ranks
 from memprof.report.terminal.source_code import read_code
+from memprof.report.terminal.stage_names import choose_shown_step
 from memprof.report.terminal.stages import format_stage
 from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
@@ -68,7 +69,7 @@ def _render_refused(document: Report) -> list[RenderableType]:
         return []
     tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
     lines = ", called at ".join(map(short_source, (verdict.oom_source, *verdict.oom_callers)))
-    return [Text(f"The refused tensor is {tensor} of {verdict.oom_op}, at {lines}.")]
+    return [Text(f"The failed allocation is {tensor} by {verdict.oom_op}, at {lines}.")]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
@@ -209,7 +210,7 @@ def _render_top_stages(document: Report) -> RenderableType:
     with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
     top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
-    step = choose_full_step(document)
+    step = choose_shown_step(document, choose_full_step(document))
     title = f"stage (step {step}), {unit.name} of tensors" if step else f"stage, {unit.name} of tensors"
     table = make_table(title, ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
     for i in top:

@@ -12,7 +12,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.comparison import (
     ONLY_IN_A,
     ONLY_IN_B,
@@ -35,6 +34,7 @@ from memprof.report.terminal.cells import (
 )
 from memprof.report.terminal.console import dim, make_heading, make_section, make_table
 from memprof.report.terminal.next_step import choose_step_after_compare, render_next_step
+from memprof.report.terminal.stage_names import describe_stage
 from memprof.units import format_bytes
 
 T = TypeVar("T", int, float)
@@ -161,7 +161,7 @@ def _format_stage_name(rows: list[StageRow]) -> str:
     first = rows[0]
     layer_range = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
     name = layer_range if len(rows) > 1 else first.name
-    return format_stage(name, first.step, first.micro_batch)
+    return describe_stage(name, first.step, first.micro_batch)
 
 
 def _render_categories(document: Comparison, unit: Unit, top: int) -> RenderableType:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import dim
+from memprof.report.terminal.stage_names import describe_stage
 from memprof.units import format_bytes
 
 # Header -> field of a stage, for measurements of torch.cuda and NVML.
@@ -42,7 +42,7 @@ def describe_gpu_differences(document: Report) -> Iterator[Text]:
         rows = [row for row in document.stages if getattr(row, measured) is not None]
         row = max(rows, key=lambda row: abs(getattr(row, measured) - getattr(row, replayed)), default=None)
         if row is not None and (delta := getattr(row, measured) - getattr(row, replayed)):
-            where = format_stage(row.name, row.step)
+            where = describe_stage(row.name, row.step)
             differences.append(f"{label} {format_bytes(abs(delta))} {'more' if delta > 0 else 'less'} ({where})")
     summary = f"At the most it says: {', '.join(differences)}." if differences else "They agree, to the byte."
     text = f"Allocated, peak and reserved are a replay of what the program requested, torch.cuda is the GPU. {summary}"

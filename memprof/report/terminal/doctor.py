@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MAX_ALTERNATIVES = 2  # Tensors shown after the likeliest.
 _LABELS = {
     "tried": "requested",
-    "total": "of the device",
+    "total": "capacity",
     "free": "free",
     "process": "this process",
     "allocated": "allocated",

@@ -73,7 +73,7 @@ def _format_heading(estimate: Estimate) -> Iterator[str]:
     if estimate.lengths is not None:
         at_most = f"{estimate.context_length:,} at most"
         tokens = f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {at_most}"
-    yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the GPU."
+    yield f"{tokens}. In GiB, by formula: device memory used, but in the first row the weights alone."
     if subject.is_derived:
         yield "~ depends on a shape that was derived from the number of parameters: a Llama of this size (--explain)"
     if subject.geometry_error:
@@ -109,7 +109,7 @@ def _judge_methods(estimate: Estimate, gpus: Sequence[Gpu]) -> tuple[str, dict[s
     if len(gpus) == 1:
         return f"* on {gpus[0].key}", {cell.method.key: cell.judge_fit(gpus[0]) for cell in cells}
     by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
-    return "* fits from", {cell.method.key: _find_smallest(cell, by_size) for cell in cells}
+    return "* smallest GPU", {cell.method.key: _find_smallest(cell, by_size) for cell in cells}
 
 
 def _find_smallest(cell: Cell, by_size: Sequence[Gpu]) -> str:

@@ -74,7 +74,7 @@ def _fold_step(rows: list[Stage]) -> Iterator[ShownStage]:
     owners = list(accumulate(rows, lambda last, row: last if row.name == "other" else row.micro_batch, initial=0))[1:]
     steps = [i for i, row in enumerate(rows) if row.name == "optimizer step"]
     # Where an optimizer steps between them (a GAN's), they are no micro-batches.
-    prefix = "pass" if steps and any(owners[steps[0] :]) else "micro-batch"
+    prefix = "forward-backward pass" if steps and any(owners[steps[0] :]) else "micro-batch"
     summaries: list[ShownStage] = []
     for micro_batch, group in groupby(zip(owners, rows, strict=True), key=lambda pair: pair[0]):
         members = [row for _, row in group]
@@ -91,8 +91,8 @@ def _fold_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
     """Yield rows of micro-batches; successive ones with the same change of allocated bytes are merged into one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         equal_rows = list(group)
-        prefix, first = equal_rows[0].name.split()
-        name = equal_rows[0].name if len(equal_rows) == 1 else f"{prefix}es {first}-{equal_rows[-1].name.split()[1]}"
+        prefix, _, first = equal_rows[0].name.rpartition(" ")
+        name = equal_rows[0].name if len(equal_rows) == 1 else f"{prefix}es {first}-{equal_rows[-1].name.split()[-1]}"
         yield _merge_stages(equal_rows, name=name)
 
 

@@ -23,12 +23,12 @@ def render_heading(document: Report) -> RenderableType:
     if document.rank is not None:
         rank, size = document.rank.rank, document.rank.world_size
         ranks = format_ranges(row.rank for row in document.ranks)
-        text = f"ranks {ranks} of {size}, together; in full, rank {rank}:"
+        text = f"ranks {ranks} of {size}, together; shown in full: rank {rank}"
         if document.rank.alike:
-            text = f"{size} ranks, one of each kind run alone; in full, rank {rank}:"
+            text = f"{size} ranks, one of each kind run alone; shown in full: rank {rank}"
         lines.append(Text(text if ranks else f"rank {rank} of {size}, alone: the others are taken to be like it"))
     if document.gpus:
-        lines.append(Text(f"{len(document.gpus)} such GPUs in one process; in full, {document.gpu}:"))
+        lines.append(Text(f"{len(document.gpus)} such GPUs in one process; shown in full: {document.gpu}"))
     if target:
         lines.append(Text(_describe_target(target)))
     if document.program is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.patch import PatchedNeed, SuggestedPatch
 from memprof.report.terminal.console import dim, make_section
+from memprof.report.terminal.stage_names import describe_stage
 from memprof.units import format_bytes
 
 
@@ -38,5 +38,5 @@ def _format_verdict(need: PatchedNeed) -> str:
     if need.fits:
         return "fits"
     if need.oom_stage is not None:
-        return f"runs out of memory in {format_stage(need.oom_stage, need.oom_step or 0)}"
+        return f"runs out of memory in {describe_stage(need.oom_stage, need.oom_step or 0)}"
     return "does not fit" if need.oom_step is None else f"runs out of memory in step {need.oom_step:,}"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_shape
 from memprof.report.terminal.console import dim, draw_bar, make_section, make_table
+from memprof.report.terminal.stage_names import describe_moment
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
-from memprof.units import format_bytes
+from memprof.units import MIB, format_bytes
 
 MAX_TENSORS = 10
 _BAR_WIDTH = 28
+_MAX_ROUNDING_BYTES = 20 * MIB  # By which torch's message exceeds a tensor: it has the size of the segment.
 _REFUSED_WORKSPACES = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
@@ -35,10 +36,19 @@ def render_categories(document: Report, min_share: float = 0.0) -> RenderableTyp
         if share < min_share:
             continue
         table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
-    where = format_stage(document.peak.stage, document.peak.step)
-    return make_section(
-        f"At the peak, {format_bytes(total_bytes)} in {where}", table, *_render_workspaces(document), below=1
-    )
+    where = describe_moment(document, document.peak.stage, document.peak.step)
+    title = f"At the peak, {format_bytes(total_bytes)} of tensors{_describe_failed(document)} in {where}"
+    return make_section(title, table, *_render_workspaces(document), below=1)
+
+
+def _describe_failed(document: Report) -> str:
+    """Return a note where the peak has the allocation that failed, which is not in use in torch's message."""
+    verdict, peak = document.verdict, document.peak
+    is_end = document.program is not None and document.program.ended == "refused"
+    live_bytes = (verdict.in_use_bytes or 0) + (verdict.tried_to_allocate_bytes or 0)
+    is_same = peak.stage == verdict.oom_stage and peak.allocated_bytes > live_bytes - _MAX_ROUNDING_BYTES
+    has_failed = is_end and is_same
+    return ", with the failed allocation," if has_failed else ""
 
 
 def get_uncertain_peak(document: Report) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.ranks import GpuRow, RankRow
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, make_table
+from memprof.report.terminal.stage_names import describe_stage
 from memprof.units import format_ranges, gib
 
 _LABEL_BY_ENDING = {
@@ -21,7 +21,7 @@ def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
     """Return a table with the peaks and the verdict of each GPU."""
     table = make_table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
     for gpu in gpus:
-        name = Text(gpu.device).append("  <- below" * gpu.shown, style="bold")
+        name = Text(gpu.device).append("  <- shown in full" * gpu.shown, style="bold")
         capacity = "" if gpu.total_bytes is None else f"{gib(gpu.total_bytes)} GiB"
         sizes = (gpu.peak_allocated_bytes, gpu.peak_reserved_bytes, gpu.device_used_bytes)
         verdict = _render_fit(gpu.fits, "not known") if gpu.used else Text("not used")
@@ -43,14 +43,14 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
         name = Text(format_ranges(ranks_of_row))
         if shown_ranks := [row.rank for row in rows if row.shown]:
             prefix = f"{shown_ranks[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
-            name.append(f"  <- {prefix}below", style="bold")
+            name.append(f"  <- {prefix}shown in full", style="bold")
         sizes = [unit.format(size) for size in (first.peak_reserved_bytes, first.device_used_bytes)] if headers else []
         verdict = _render_fit(first.fits, _LABEL_BY_ENDING.get(first.ended, "not known"))
         if first.fits is None:
             verdict.stylize("yellow")
         elif first.fits and on_cpu:
             verdict = Text()
-        where = format_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
+        where = describe_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
         table.add_row(name, unit.format(first.peak_allocated_bytes), where, *sizes, verdict)
     equal_ranks = [f"{format_ranges(row.rank for row in rows)} are" for rows in groups.values() if len(rows) > 1]
     equal_note = f"Ranks {', '.join(equal_ranks)} equal to the byte. ".replace(" are,", ",") if equal_ranks else ""

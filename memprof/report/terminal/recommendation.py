@@ -97,8 +97,10 @@ def format_verdict_lines(result: recommendation.Recommendation) -> list[str]:
 def render_heading(result: recommendation.Recommendation) -> Text:
     """Return the heading of a recommendation: model, goal, batch and GPUs."""
     device = result.device
-    gpu = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
-    gpu = f"{result.gpus} x {gpu}" if result.gpus > 1 else gpu
+    size = f"{gib(device.total_bytes or 0)} GiB"
+    is_custom = size in device.name  # "custom GPU with 8.00 GiB"
+    gpu = device.name if is_custom else f"{device.name} ({size})"
+    gpu = f"{result.gpus} x {gpu}" if result.gpus > 1 else f"{'a ' * is_custom}{gpu}"
     if result.model is None:
         return make_heading(f"What fits {gpu}")
     goal = "inference" if result.goal == "infer" else f"training ({result.goal})"
@@ -263,7 +265,7 @@ def _render_largest(result: recommendation.Recommendation, *, explain: bool) -> 
     headers = (">row", "use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
         f"GiB at {result.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
-        "model; all: that it allows. Next larger: needs too much (more: its weights alone do). --row NUMBER: that run."
+        "model; all: the model allows no more. Next larger: does not fit (more: nor do its weights). --row N runs it."
     )
     return [
         indent(

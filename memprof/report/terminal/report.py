@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.bridge import render_bridge, render_streams
 from memprof.report.terminal.console import dim, make_heading
@@ -16,6 +15,7 @@ from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.next_step import choose_next_step, render_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories, render_tensors
 from memprof.report.terminal.ranks import render_gpus, render_ranks
+from memprof.report.terminal.stage_names import describe_moment
 from memprof.report.terminal.stages import render_stages
 from memprof.report.terminal.steps import render_batches, render_steps
 from memprof.report.terminal.timeline import CategoryTimeline
@@ -39,7 +39,8 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     parts += [] if document.limit is None else [render_limit(document.limit, document.device.total_bytes or 0)]
     parts += [Text(""), render_categories(document)]
     if document.over_time is not None:
-        parts.append(CategoryTimeline(document.over_time, unit, format_stage(document.peak.stage, document.peak.step)))
+        where = describe_moment(document, document.peak.stage, document.peak.step)
+        parts.append(CategoryTimeline(document.over_time, unit, where))
     parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
     parts += [] if document.streams is None else [render_streams(document.streams, unit)]
     parts += [render_tensors(document), render_findings(document)]

@@ -11,6 +11,7 @@ from memprof.report.terminal.console import dim, make_table
 from memprof.report.terminal.device_readings import describe_gpu_differences, find_gpu_columns
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.peak import choose_report_unit
+from memprof.report.terminal.stage_names import choose_shown_step, describe_name
 from memprof.units import MIB, format_bytes
 
 MIN_HOST_BYTES = 64 * MIB  # Host memory below this has no column.
@@ -28,7 +29,8 @@ _OPTIONAL_COLUMNS = (
 
 def render_stages(document: Report) -> RenderableType:
     """Return the table of stages; equal layers, and the steps other than that of the peak, are one row each."""
-    usable, step, unit = document.device.usable_bytes, choose_full_step(document), choose_report_unit(document)
+    usable, unit = document.device.usable_bytes, choose_report_unit(document)
+    step = choose_shown_step(document, choose_full_step(document))
     format_size = unit.format
     on_cpu, is_measured, gpu_columns = document.on_cpu, document.source == "measured", find_gpu_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
@@ -53,7 +55,7 @@ def render_stages(document: Report) -> RenderableType:
         )
     rounds_note = ""
     if any(row.num_rounds > 1 for row in rows):
-        rounds_note = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
+        rounds_note = " N times: such rows came in turn; allocated and delta are of the last time."
     if on_cpu:
         legend = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
         return Group(table, dim(f"{unit.name}. {legend}.{rounds_note}"))
@@ -73,12 +75,12 @@ def format_stage(row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_pe
         over_bytes = row.peak_allocated_bytes - usable_bytes
         is_shown = over_bytes >= unit.num_bytes / 100
         fit = Text(f"{unit.format(over_bytes) if is_shown else format_bytes(over_bytes)} over", style="red")
-    name = Text(row.name)
+    name = Text(describe_name(row.name))
     if row.num_merged > 1:
         suffix = "each" if row.has_equal_deltas else "on average"
         name.append(f" x{row.num_merged}, {unit.format(row.delta_bytes // row.num_merged)} {suffix}", style="dim")
     if row.num_rounds > 1:
-        name.append(f" (x{row.num_rounds})", style="dim")
+        name.append(f", {row.num_rounds} {'steps' if row.is_step else 'times'}", style="dim")
     if is_peak:
         name.append("  <- peak", style="bold red" if fit.style else "bold")
     return name, fit

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memprof.ledger.ledger import LiveTensor
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
+from memprof.report.terminal.stage_names import describe_moment
 from memprof.report.terminal.tensors import merge_equal_tensors
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
@@ -16,15 +16,17 @@ MAX_TENSORS = 3
 def format_summary(document: Report) -> str:
     """Return verdict, peak and its stage, largest tensors, and the titles of findings, one line each."""
     peak, verdict = document.peak, document.verdict
+    allocated, reserved = (format_bytes(size) for size in (peak.allocated_bytes, peak.reserved_bytes))
+    allocated_at = describe_moment(document, peak.stage, peak.step)
+    reserved_at = describe_moment(document, peak.reserved_stage, peak.reserved_step)
     lines = [
         _format_verdict(document),
-        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {format_stage(peak.stage, peak.step)}; "
-        f"{format_bytes(peak.reserved_bytes)} reserved in {format_stage(peak.reserved_stage, peak.reserved_step)}",
+        f"  peak: {allocated} allocated in {allocated_at}; {reserved} reserved in {reserved_at}",
     ]
     if verdict.oom_stage is not None:
         where = f" at {short_source(verdict.oom_source)}" if verdict.oom_source else ""
         tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
-        stage = format_stage(verdict.oom_stage, verdict.oom_step or 0)
+        stage = describe_moment(document, verdict.oom_stage, verdict.oom_step or 0)
         lines.append(f"  full: in {stage}{where}, requested {tried} with {used} in use")
     lines.append("  largest at the peak:")
     lines += [f"    {_format_tensor(tensor)}" for tensor in merge_equal_tensors(peak.tensors)[:MAX_TENSORS]]
@@ -37,7 +39,7 @@ def format_summary(document: Report) -> str:
 
 def _format_verdict(document: Report) -> str:
     need = format_bytes(document.verdict.required_bytes)
-    need += " of host memory" if document.on_cpu else " with the CUDA context"
+    need += " of host memory" if document.on_cpu else " with cached memory and the CUDA context"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
     gpu = name if size in name else f"{name}, {size}"
     growth = document.verdict.growth

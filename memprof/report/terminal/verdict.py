@@ -10,12 +10,12 @@ from rich.text import Text
 from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught_errors import CaughtError
-from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import dim, make_section
 from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
 from memprof.report.terminal.peak import get_uncertain_peak
+from memprof.report.terminal.stage_names import describe_moment
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.units import format_bytes
 
@@ -52,7 +52,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         return _label("Failed", "bold red", reason)
     suffix = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
     suffix = next((f" on rank {row.rank}" for row in document.ranks if row.decides), suffix)
-    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{suffix}"
+    need = f"{format_bytes(verdict.required_bytes)} with cached memory and the CUDA context{suffix}"
     if document.failure is not None:
         failure = document.failure
         fit_note, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
@@ -82,13 +82,13 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
-        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would reserve {need}."
+        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         usage = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {fit_note}"
         return _label("Does not fit", "bold red", f"{usage}. Of the GPU it needs {need}.")
-    where = format_stage(verdict.oom_stage or "", verdict.oom_step or 0)
+    where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
     need_intro = "The script ended there; it needs at least" if was_refused else "The whole run needs"
@@ -125,7 +125,7 @@ def _format_growth(growth: Growth | None) -> str:
     end = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
     has_higher_peaks = growth.peak_bytes_per_step > growth.bytes_per_step
     peak = f" (its peak by {format_bytes(growth.peak_bytes_per_step)})" if has_higher_peaks else ""
-    return f" It grows by {format_bytes(growth.bytes_per_step)} a step{peak}{until and ', and fits'}{until}{end}."
+    return f" Memory grows by {format_bytes(growth.bytes_per_step)} a step{peak}{until and ', and fits'}{until}{end}."
 
 
 def _label(label: str, style: str, sentence: str) -> Text:
@@ -183,7 +183,7 @@ def _render_fit_after_errors(document: Report, first: CaughtError, need: str, sp
     verdict, peak = document.verdict, document.peak
     num_caught = verdict.out_of_memory_caught
     first_note = "" if num_caught == 1 else ", the first"
-    stage = format_stage(first.stage, first.step)
+    stage = describe_moment(document, first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
     request = f"{format_bytes(first.num_bytes)} were requested with {format_bytes(first.in_use_bytes)} in use"
     retries_text = f"and fits, with allocator retries: {_describe_retries(verdict.retries)}"
@@ -193,4 +193,4 @@ def _render_fit_after_errors(document: Report, first: CaughtError, need: str, sp
         need_note += f"; tensors take at most {sizes}"
     errors_text = f"{_describe_errors(num_caught)}{first_note} in {stage}{where}, where {request}"
     sentence = f"{errors_text}; the script went on without it. What it did instead needs {need}, {need_note}."
-    return _label("Fits only without what was refused", "bold yellow", sentence)
+    return _label("Fits only without the failed allocations", "bold yellow", sentence)

@@ -102,6 +102,9 @@ def test_a_layer_norm_saves_its_input() -> None:
 def test_a_tied_head_adds_its_gradient_to_the_embeddings() -> None:
     found = moments("full", geometry=dataclasses.replace(TINY, tied=True))
     assert found["embedding, backward"]["gradients"] == 2 * (COUNT - TABLE) + 2 * 2 * TABLE
+    # That of a chunked loss is added in place.
+    found = moments("full", geometry=dataclasses.replace(TINY, tied=True), chunked_loss=True)
+    assert found["embedding, backward"]["gradients"] == 2 * (COUNT - TABLE) + 2 * TABLE
     sharded = {
         chunked_loss: moments(
             "full", rank=Rank(4, 4, 4, replicas=4, gathers=True), geometry=dataclasses.replace(TINY, tied=True),
@@ -126,6 +129,18 @@ def test_checkpointing_keeps_a_layers_input_and_computes_one_again() -> None:
     assert found["loss, backward"]["activations"] == 3 * HIDDEN + FINAL_NORM + OTHER
     assert found["last layer, backward"]["activations"] == 3 * HIDDEN + OTHER + again
     assert found["first layer, backward"]["activations"] == HIDDEN + OTHER + again
+
+
+def test_checkpointing_does_not_drop_the_inputs_of_matrices_in_int8() -> None:
+    int4, int8 = (moments("lora-checkpointing", column)["loss, backward"]["activations"] for column in ("int4", "int8"))
+    # Of each layer: two norms' results and the product of gate and up in float32, and attention's result in bfloat16.
+    assert int8 - int4 == 3 * 10 * (2 * 256 + 768 + 128)
+
+
+def test_a_chunked_loss_holds_autocasts_copy_of_the_head() -> None:
+    found = moments("lora-checkpointing", "int4", chunked_loss=True)
+    assert found["last layer, backward"]["logits and loss"] == 2 * TABLE
+    assert "logits and loss" not in moments("full", chunked_loss=True)["last layer, backward"]
 
 
 def test_autocast_casts_the_weights_of_each_layer_and_of_the_head() -> None:

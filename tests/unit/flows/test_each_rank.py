@@ -39,7 +39,7 @@ def test_a_row_for_each_rank_and_the_worst_in_full(tmp_path):
     assert [row.rank for row in document.ranks if row.decides and row.shown] == [3]
     assert document.rank == RankFacts(3, 4) and document.peak.allocated_bytes == 310 * MIB
     text = str(document)
-    assert "ranks 0-3 of 4, together; in full, rank 3:" in text
+    assert "ranks 0-3 of 4, together; shown in full: rank 3" in text
     assert "Ranks 0-2 are equal to the byte." in text and "on rank 3" in text
     assert sum(line.startswith(" 0-2 ") for line in text.splitlines()) == 1
 

@@ -71,7 +71,8 @@ def test_a_spec_is_the_cell_of_the_table(spec, method, dtype, asked):
     cell = build_estimate(build_from_model("qwen3-0.6b"), EstimateOptions(**asked)).cells[method, dtype]
     ranges = cell.compute_ranges(H100)
     num_bytes, _, high_bytes = ranges[DEVICE_USED]
-    assert estimate == FirstEstimate(num_bytes, ranges[ALLOCATED][1] + H100.context_bytes, high_bytes, H100)
+    low_bytes = round(0.93 * ranges[ALLOCATED][0]) + H100.context_bytes
+    assert estimate == FirstEstimate(num_bytes, low_bytes, high_bytes, H100)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,8 @@ def test_nothing_is_said_of_stored_weights(tmp_path):
 def test_gradients_of_earlier_micro_batches_are_there():
     plain = TargetSpec(model="gpt2", context_length=1024, batch_size=8)
     once, twice = estimate_spec(plain), estimate_spec(plain.edit(gradient_accumulation=2))
-    # The peak is in the loss, before there are gradients: 124.4M of 4 bytes are added, less the 15% of the band.
-    assert twice.low_bytes - once.low_bytes == pytest.approx(0.85 * 124_439_808 * 4, rel=0.01)
+    # The peak is in the loss, before there are gradients: 124.4M of 4 bytes are added, less the 7% of the band.
+    assert twice.low_bytes - once.low_bytes == pytest.approx(0.93 * 124_439_808 * 4, rel=0.01)
 
 
 def test_ranks_are_estimated_with_a_plan():

@@ -49,8 +49,8 @@ def test_repeated_forwards_are_shown_once() -> None:
     whole = document(b)
     assert len([row for row in whole.stages if row.name == "first Linear"]) == 32
     assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32)]
-    table, legend, _ = to_text(render(whole)).partition("(xN): these rows came N times")
-    assert table.count("Linear") == 1 and "first Linear (x32)" in table and legend
+    table, legend, _ = to_text(render(whole)).partition("N times: such rows came in turn")
+    assert table.count("Linear") == 1 and "first (Linear), 32 times" in table and legend
 
 
 def test_what_costs_more_stays_by_itself() -> None:
@@ -137,7 +137,8 @@ def test_passes_between_optimizers_are_no_micro_batches() -> None:
     b.phase(PhaseKind.FORWARD, 1, 3)
     b.free(b.new(8 * MIB))
     names = [name for name, *_ in shown(b)]
-    assert names[0] == "pass 1" and names[-2:] == ["optimizer step", "pass 3"]
+    assert names[0] == "forward-backward pass 1"
+    assert names[-2:] == ["optimizer step", "forward-backward pass 3"]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +196,8 @@ def test_the_peak_is_marked_where_it_was_reached() -> None:
         b.leave()
         b.free(logits)
     text = to_text(render(document(b)))
-    marked = [line.split()[0] for line in text.splitlines() if "<- peak" in line]
-    assert "in logits of step 1" in text and marked == ["logits"]
+    marked = [line.split(",")[0] for line in text.splitlines() if "<- peak" in line]
+    assert "in logits of step 1" in text and marked == [" logits"]
 
 
 def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:

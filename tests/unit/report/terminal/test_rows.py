@@ -118,7 +118,7 @@ def test_ranks_and_gpus() -> None:
         for i in range(3)
     )
     shown = rows(render_ranks(ranks, UNIT))
-    assert ["1", "<-", "below", "1.00", "backward", "of", "step", "2", "2.00", "3.00", "fits"] in shown
+    assert ["1", "<-", "shown", "in", "full", "1.00", "backward", "of", "step", "2", "2.00", "3.00", "fits"] in shown
     assert ["2", "2.00", "backward", "of", "step", "2", "4.00", "6.00", "full"] in shown
     equal = (ranks[0], dataclasses.replace(ranks[1], like=0), dataclasses.replace(ranks[2], like=0))
     assert "Ranks 0-2 are equal to the byte." in to_text(render_ranks(equal, UNIT), 160)
@@ -127,7 +127,7 @@ def test_ranks_and_gpus() -> None:
         for i in range(3)
     )
     shown = rows(render_gpus(gpus, UNIT))
-    assert ["cuda:0", "<-", "below", "1.00", "GiB", "0.00", "0.00", "0.00", "fits"] in shown
+    assert ["cuda:0", "<-", "shown", "in", "full", "1.00", "GiB", "0.00", "0.00", "0.00", "fits"] in shown
     assert ["cuda:1", "1.00", "GiB", "1.00", "2.00", "3.00", "not", "used"] in shown
     assert ["cuda:2", "1.00", "GiB", "2.00", "4.00", "6.00", "fits"] in shown
 

@@ -51,7 +51,7 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
     )
     b.new(6 * MIB)
     text = " ".join(to_text(render(analyze(b.trace), quiet=True)).split())
-    assert f"{need} 24.00 MiB with the CUDA context" in text
+    assert f"{need} 24.00 MiB with cached memory and the CUDA context" in text
 
 
 @pytest.mark.parametrize("misses", [True, False])
@@ -70,17 +70,19 @@ def test_what_the_gpu_must_have_includes_the_context() -> None:
     # Of 4 MiB, a segment of 20.
     assert document.peak.device_used_bytes == document.verdict.required_bytes == (20 + 426) * MIB
     assert (document.stages[0].name, document.stages[0].device_used_bytes) == ("context", 426 * MIB)
-    assert said(document, 8 * GIB, None).startswith("Fits: needs 446.00 MiB with the CUDA context, 7.56 GiB to spare")
+    assert said(document, 8 * GIB, None).startswith(
+        "Fits: needs 446.00 MiB with cached memory and the CUDA context, 7.56 GiB to spare"
+    )
 
 
 @pytest.mark.parametrize(
     ("growth", "text"),
     [
-        (Growth(8 * MIB, 8 * MIB, 5, 5, None), "It grows by 8.00 MiB a step; the script ends after step 5."),
-        (Growth(8 * MIB, 16 * MIB, 5, None, None), "It grows by 8.00 MiB a step (its peak by 16.00 MiB)."),
+        (Growth(8 * MIB, 8 * MIB, 5, 5, None), "Memory grows by 8.00 MiB a step; the script ends after step 5."),
+        (Growth(8 * MIB, 16 * MIB, 5, None, None), "Memory grows by 8.00 MiB a step (its peak by 16.00 MiB)."),
         (
             Growth(8 * MIB, 8 * MIB, 5, 90, 1500),
-            "It grows by 8.00 MiB a step, and fits until about step 1,500; the script ends after about step 90.",
+            "Memory grows by 8.00 MiB a step, and fits until about step 1,500; the script ends after about step 90.",
         ),
     ],
 )

@@ -1,0 +1,39 @@
+"""Names of stages in plain words for a terminal: reports, captures and tests keep the short ones."""
+
+from __future__ import annotations
+
+import re
+
+from memprof.ledger.stages import format_stage
+from memprof.report.documents.report import Report
+
+_WORDS_BY_NAME = {
+    "parameters": "setup", "own code": "code between modules", "output": "code after the model", "other": "other code",
+}  # fmt: skip
+_EVALUATION = "evaluation "
+_CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
+
+
+def describe_name(name: str) -> str:
+    """Return a stage's name in plain words: "5 Sequential" becomes "module 5 (Sequential)"."""
+    prefix = _EVALUATION if name.startswith(_EVALUATION) else ""
+    plain_name = name.removeprefix(prefix)
+    if child := _CHILD.fullmatch(plain_name):
+        path, class_name = child.groups()
+        return f"{prefix}{'module ' * path.isdecimal()}{path} ({class_name})"
+    return prefix + _WORDS_BY_NAME.get(plain_name, plain_name)
+
+
+def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
+    """Return a stage as text, such as "code between modules of step 2"."""
+    return format_stage(describe_name(name), step, micro_batch)
+
+
+def describe_moment(document: Report, stage: str, step: int) -> str:
+    """Return a stage of a report's run as text; without its step in a script that begins no training step."""
+    return describe_stage(stage, choose_shown_step(document, step))
+
+
+def choose_shown_step(document: Report, step: int) -> int:
+    """Return `step`, or 0 in a script that begins no training step: the step is then one that never comes."""
+    return step if document.program is None or document.program.steps else 0

@@ -1,0 +1,44 @@
+"""Names of stages on a terminal are plain words, and a script without a training step has no step."""
+
+import pytest
+
+from memprof.flows.account import analyze
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.report import render
+from memprof.report.terminal.stage_names import describe_name
+from memprof.trace.events import PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
+from tests.unit.traces import TraceBuilder
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer 3", "layer 3"), ("zero_grad", "zero_grad"), ("own code", "code between modules"),
+        ("parameters", "setup"), ("output", "code after the model"), ("5 Sequential", "module 5 (Sequential)"),
+        ("encoder.blocks ModuleList", "encoder.blocks (ModuleList)"),
+        ("evaluation own code", "evaluation code between modules"),
+        ("evaluation 0 Linear", "evaluation module 0 (Linear)"),
+    ],
+)  # fmt: skip
+def test_plain_words(name: str, words: str) -> None:
+    assert describe_name(name) == words
+
+
+@pytest.mark.parametrize(("num_steps", "suffix"), [(0, ""), (1, " of step 1")])
+@pytest.mark.parametrize(
+    ("ended", "note"), [("refused", "of tensors, with the failed allocation, in"), ("exit", "of tensors in")]
+)
+def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, note: str) -> None:
+    """The peak has the allocation that failed, and a script that trains nothing has no step."""
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), ended, None, num_steps, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 40 * MIB, usable_bytes=40 * MIB), program=program)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(6 * MIB)
+    b.new(6 * MIB)  # of 4 bytes each
+    text = " ".join(to_text(render(analyze(b.trace))).split())
+    assert f"At the peak, 48.00 MiB {note} backward{suffix}" in text
+    assert f"runs out of memory in backward{suffix}, when" in text
