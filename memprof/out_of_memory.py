@@ -16,7 +16,7 @@ from memprof.errors import MemprofError
 from memprof.flows.recordings import analyze_file
 from memprof.report.documents.analysis_build import AnalysisRequest
 from memprof.report.terminal import analysis_brief
-from memprof.report.terminal.console import to_text
+from memprof.report.terminal.console import print_text, to_text
 from memprof.report.terminal.doctor import render_steps
 from memprof.report.terminal.layout import output_width
 from memprof.torch_private import cuda as torch_private_cuda
@@ -62,7 +62,7 @@ def catch_oom(snapshot: str | os.PathLike[str] = "oom.pickle", *, max_entries: i
             text = _explain(path, error)
         except (MemprofError, OSError) as problem:  # which must not take the error's place
             text = f"memprof: the snapshot could not be explained: {problem}"
-        sys.stderr.write(f"{text}\n")
+        print_text(text, sys.stderr)
         raise
     finally:
         record(enabled=None)

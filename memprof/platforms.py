@@ -7,8 +7,8 @@ import mmap
 from memprof.errors import MemprofError
 
 _HINT = (
-    "in WSL it works as on Linux (wsl --install, and memprof installed there); estimate, recommend --engine, doctor, "
-    "show, compare, analyze and export work here"
+    "install memprof in WSL, where it works as on Linux; here work estimate, recommend --engine, doctor, show, compare, "
+    "analyze and export"
 )
 
 

@@ -69,6 +69,11 @@ def print_view(view: RenderableType) -> None:
         console.file.write(to_text(view, layout.output_width()).lstrip("\n"))
 
 
+def print_text(text: str, stream: TextIO) -> None:
+    """Print plain text to `stream` as it is, but for control characters, which are escaped."""
+    stream.write("\n".join(map(printable, text.splitlines())) + "\n")
+
+
 def to_ansi(line: Text, columns: int) -> str:
     """Return a line with ANSI escape sequences for its colours, cut to `columns`."""
     file = io.StringIO()

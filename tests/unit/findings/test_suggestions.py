@@ -238,8 +238,8 @@ def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: No
     b.trace.ended_out_of_memory = True
     (found,) = suggest(b.context(150 * MIB))
     assert (found.required_bytes, found.num_bytes) == (186 * MIB, 14 * MIB)
-    assert found.text.startswith("number 1: needs 186.00 MiB, of which cached segments are released")
-    assert found.text.endswith("up to this point, and gets past it")
+    assert found.text.startswith("number 1: needs 186.00 MiB (of these, cached segments are released")
+    assert found.text.endswith("up to the failed allocation, which then succeeds")
 
 
 @pytest.mark.parametrize(("usable_mib", "fits"), [(400, True), (399, False)])
@@ -387,7 +387,7 @@ def test_a_run_that_reserves_more_than_there_is_says_why_it_fits(alone: None) ->
     b.alloc(600 * MIB)
     (found,) = suggest(b.context(500 * MIB))
     assert found.text == (
-        "number 1: needs 700.00 MiB instead of 900.00 MiB, of which cached segments are released when the GPU is full, "
+        "number 1: needs 700.00 MiB instead of 900.00 MiB (of these, cached segments are released when the GPU is full), "
         "and fits"
     )
 
