@@ -7,8 +7,8 @@ import mmap
 from memprof.errors import MemprofError
 
 _HINT = (
-    "install memprof in WSL, where it works as on Linux; here work estimate, recommend --engine, doctor, show, compare, "
-    "analyze and export"
+    "install memprof in WSL, where it works as on Linux; here work estimate, recommend --engine, doctor, show, "
+    "compare, analyze and export"
 )
 
 
