@@ -119,7 +119,11 @@ def _has_local_fix(document: Report) -> bool:
 
 
 def _list_suggested_fixes(document: Report) -> set[str]:
-    """Return the names of the fixes that findings suggest; changes of the program's own code have none."""
+    """Return the names of the fixes that findings suggest, where any suggestion fits only of those that do; changes of
+    the program's own code have none."""
+    suggestions = [suggestion for finding in document.findings for suggestion in finding.suggestions]
+    if any(suggestion.fits for suggestion in suggestions):
+        return {suggestion.fix.partition("=")[0] for suggestion in suggestions if suggestion.fits and suggestion.fix}
     return {name for finding in document.findings for name in finding.fixes}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memprof.findings import Evidence, Finding, Severity
+from memprof.findings import Evidence, Finding, Severity, Suggestion
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
@@ -43,6 +43,13 @@ LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 
 LINE_CAUSE = (dataclasses.replace(CAUSE[0], evidence=(Evidence("fix: change it", source="a.py:1 f"),)), *HELPS)
 PATCH = "this change as a diff, and what the run needs with it"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
+
+
+def suggested(*pairs: tuple[str | None, bool]) -> tuple[Finding, ...]:
+    """Return a finding with suggestions: fix, or None for a change of the code, and whether the run then fits."""
+    suggestions = tuple(Suggestion("text", fix, 1, fits, 1) for fix, fits in pairs)
+    names = tuple(fix for fix, _ in pairs if fix)
+    return (Finding("id", Severity.NOTE, "Title", None, (), names, suggestions=suggestions),)
 
 
 def ladder(*fits: bool | None) -> tuple[Any, ...]:
@@ -106,6 +113,15 @@ def limit(largest: int | None) -> LargestSearch:
         (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
+        (
+            ran(fits=False, findings=suggested((None, True), ("amp-bfloat16=x", True))),
+            (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py"),
+        ),
+        (ran(fits=False, findings=suggested((None, True), ("amp-bfloat16", False))), FINDINGS),
+        (
+            ran(fits=False, findings=suggested((None, False), ("amp-bfloat16", False))),
+            (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py"),
+        ),
         (ran(fits=False, findings=CAUSE), ("whether it fits once that is changed", f"{RUN} {SCRIPT}")),
         (ran(fits=False, findings=LINE_CAUSE), ("whether it fits once that line is changed", f"{RUN} {SCRIPT}")),
         (ran(fits=False, findings=LOCAL_CAUSE), (PATCH, f"{RUN} --gpu h100-80gb --suggest-patch a.py")),
