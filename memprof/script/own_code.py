@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from memprof.script import program
-from memprof.watch.program_code import is_own_file
+from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
 # of libraries are given or define for it.
@@ -28,27 +28,35 @@ _EVALUATION = re.compile(
 _TRAINING = re.compile(r"\w*backward\w*|grad|\w*[oO]ptim\w*|\w*Trainer|fit|[tT]rain(?:ing|_\w+)?|\w*loss\w*")
 
 
+# Names in functions that train, also in those of libraries, whose models have a loss and ask whether they are trained.
+_TRAINING_CALL = re.compile(r"\w*backward\w*|\w*[oO]ptim\w*|_?fit(?:_\w+)?|train|train_\w+|training_\w+|zero_grad")
+
+
 def has_evaluation(frame: FrameType | None) -> bool:
     """Return whether the program that runs `frame` has code of its own that evaluates."""
     frames = []
     while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
         frames.append(frame)
         frame = frame.f_back
-    files = _list_own_files(reversed(frames))
+    files = _list_own_files(frame.f_code.co_filename for frame in reversed(frames))
     return any(_EVALUATION.search("".join(linecache.getlines(file))) for file in files)
 
 
 def may_train(error: BaseException) -> bool:
-    """Return whether the program that raised `error` may train: its own code has a name of it, or cannot be read."""
-    files = _list_own_files(frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    names = [_list_names(file) for file in files]
+    """Return whether the program that raised `error` may train: its own code has a name of it, or cannot be read; or
+    a function of a library that was running has."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = {name for code in codes if is_program(code) for name in (code.co_name, *code.co_names)}
+    if any(map(_TRAINING_CALL.fullmatch, called)):
+        return True
+    names = [_list_names(file) for file in _list_own_files(code.co_filename for code in codes)]
     return not names or any(not own or any(map(_TRAINING.fullmatch, own)) for own in names)
 
 
-def _list_own_files(frames: Iterable[FrameType]) -> set[str]:
-    """Return the files of the program's own code: of `frames`, outermost first, and of modules of its own, which lie in
-    the folder of its main file or below."""
-    files = [frame.f_code.co_filename for frame in frames if is_own_file(frame.f_code.co_filename)]
+def _list_own_files(running: Iterable[str]) -> set[str]:
+    """Return the files of the program's own code: of the `running` ones, outermost first, and of modules of its own,
+    which lie in the folder of its main file or below."""
+    files = [file for file in running if is_own_file(file)]
     if not files:
         return set()
     folder = Path(files[0]).resolve().parent

@@ -107,6 +107,30 @@ def test_code_that_cannot_be_read_may_train(tmp_path: Path) -> None:
     assert may_train(error)
 
 
+@pytest.mark.parametrize(
+    ("text", "trains"),
+    [
+        ("def run(f):\n    loss = f()\n    return run.training, loss", False),
+        ("def run(f):\n    f()\n    self.optimizer_step()", True),
+        ("def fit_loop(f):\n    f()\nrun = fit_loop", True),
+        ("def run(f):\n    f()\ndef train():\n    run(1).backward()", False),  # it is not running
+    ],
+)
+def test_a_library_that_trains_is_running(tmp_path: Path, text: str, trains: bool) -> None:
+    library = tmp_path / "site-packages" / "library.py"
+    library.parent.mkdir()
+    names: dict[str, object] = {}
+    exec(compile(text, str(library), "exec"), names)
+    program = tmp_path / "serve.py"
+    program.write_text("run(lambda: 1 / 0)\n")
+    linecache.checkcache()
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile(program.read_text(), str(program), "exec"), {"run": names["run"]})
+    error = caught.value
+    assert error.__traceback__ is not None
+    assert may_train(error.with_traceback(error.__traceback__.tb_next)) == trains
+
+
 def test_an_error_of_a_library_alone_is_of_a_program_that_may_train(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     assert may_train(error_of(tmp_path / "site-packages" / "serve.py", ""))
