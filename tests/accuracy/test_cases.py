@@ -74,6 +74,7 @@ def after_the_layers(name: str) -> int:
     return next(stage.allocated_bytes for stage in ran(name).document.stages if stage.name == "layer 15")
 
 
+@pytest.mark.nightly
 def test_checkpointing_keeps_less_and_eager_attention_more() -> None:
     """A case with checkpoints has twice the sequences of the one without, and still keeps less of each."""
     for attention in ("sdpa", "eager"):

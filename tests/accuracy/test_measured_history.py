@@ -55,6 +55,7 @@ def test_what_is_alive_at_the_end_is_what_the_allocator_holds(snapshots: dict[Pa
     assert lives > 60_000
 
 
+@pytest.mark.nightly
 def test_replayed_it_reserves_what_the_gpu_reserved(snapshots: dict[Path, dict[str, Any]]) -> None:
     """Of runs that were recorded from their beginning, and were refused nothing."""
     gpus = 0

@@ -54,6 +54,7 @@ def swept() -> list[sweep.Verdict]:
     return _swept(1)
 
 
+@pytest.mark.nightly
 def test_verdicts_of_a_part_are_cudas() -> None:
     """By day every eleventh operator."""
     found = _swept(11)

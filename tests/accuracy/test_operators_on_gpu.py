@@ -73,6 +73,7 @@ def test_families_agree_as_well_as_they_did(file: Path, family: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.parent.name)
+@pytest.mark.nightly
 def test_requests_are_those_of_the_gpu(file: Path, tmp_path: Path) -> None:
     real, virtual = read(file), simulated(tmp_path / "virtual.jsonl")
     assert real.keys() == virtual.keys() and len(real) > 150

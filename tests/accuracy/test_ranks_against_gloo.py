@@ -13,7 +13,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -122,20 +122,17 @@ def compare(cpu: list[Change], virtual: list[Change]) -> Ranks:
     return Ranks(found._replace(virtual=ours, cpu=theirs), Counter(beyond.values()), of_given, len(unseen))
 
 
-EVERY = {"tensor-parallel": 1100}
 # Program -> allocations and frees of its GPU, at least.
-NIGHTLY = {
+PROGRAMS = {
+    "tensor-parallel": 1100,
     "ddp": 700, "ddp-views": 700, "ddp-unused": 700, "ddp-static": 700, "zero": 450, "fsdp1": 600, "fsdp1-half": 650,
     "fsdp2": 1050, "fsdp2-half": 1200, "fsdp2-kept": 950, "hsdp": 1050, "loss-parallel": 1300,
     "pipeline-gpipe": 500, "pipeline": 500,
 }  # fmt: skip
 
 
-def _named(program: str) -> Any:
-    return program if program in EVERY else pytest.param(program, marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("program", [_named(program) for program in EVERY | NIGHTLY])
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_ranks(program: str, tmp_path: Path) -> None:
     done = python("-m", "tests.accuracy.rank_events", tmp_path / "events", program, folder=ROOT)
     assert not done.exit_code, done.stderr[-4000:]
@@ -145,7 +142,7 @@ def test_ranks(program: str, tmp_path: Path) -> None:
     for found in ranks:
         check(found.sides)
         assert found.unseen <= found.beyond[GLOO], "gloo's threads release what they were given, and nothing else"
-        assert len(found.sides.virtual) + found.of_given > (EVERY | NIGHTLY)[program]
+        assert len(found.sides.virtual) + found.of_given > PROGRAMS[program]
     check_documented(_row(program, ranks))
 
 

@@ -263,6 +263,7 @@ def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
 ROUNDING_GIB = 0.05  # Of the published figures.
 
 
+@pytest.mark.nightly
 def test_compiled_layers(shared_dir: Path) -> None:
     """With and without the chunked loss, the same is missed: 327 MiB per layer that compiled layers do not keep."""
     missing = []

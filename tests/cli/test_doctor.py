@@ -53,6 +53,7 @@ def test_json(memprof: Callable[..., Any], log: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_env(memprof: Callable[..., Any]):
     done = memprof("doctor", "--env", "--json")
     found = done.json

@@ -160,6 +160,7 @@ LLAMA = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_ladder_over_gpus_has_a_row_for_each_step_that_spreads(memprof, folder):
     """Priced with what goes between GPUs; of as many sequences in each row, where GPUs share them."""
     (folder / "config.json").write_text(json.dumps(LLAMA))

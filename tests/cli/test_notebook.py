@@ -42,6 +42,7 @@ def outputs(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.nightly
 def test_the_magic_gives_the_report(outputs):
     (shown,) = outputs[1]
     assert "<pre" in shown["data"]["text/html"] and "At the peak" in shown["data"]["text/html"]

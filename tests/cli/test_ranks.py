@@ -62,6 +62,7 @@ def test_stages_of_a_pipeline_tell_each_other_their_shapes():
     assert [row["ended"] for row in json.loads(done.stdout)["ranks"]] == ["exit"] * 4
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_alike_are_said_once():
     done = run("-q", *LAUNCHED, "train")
     assert done.exit_code == 0 and done.stdout.startswith("Fits: needs"), done.stderr

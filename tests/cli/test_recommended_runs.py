@@ -68,7 +68,7 @@ def spec_of_command(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", by_day(CASES, "llama-lora", "beyond", "host", "none"))
+@pytest.mark.parametrize("case", by_day(CASES, "beyond", "none"))
 def test_one_answer(case, tmp_path, spec_of_command, capsys):
     config, goal, precision, capacity, host, length, sequences = CASES[case]
     folder = tmp_path / "model"
@@ -163,7 +163,7 @@ SPREAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", by_day(["inference", "train"], "inference"))
+@pytest.mark.parametrize("mode", by_day(["inference", "train"]))
 def test_over_gpus_each_command_and_each_script_comes_to_what_is_claimed(mode, memprof, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SPREAD), encoding="utf-8")
     asked = ("--model", tmp_path, "--mode", mode, "--context-length", 512, "--gpus", 2, "--gpu-vram", 1)

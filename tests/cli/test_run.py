@@ -36,7 +36,7 @@ def test_in_a_process_of_its_own(script):
     assert "step 1 (total)" in done.stdout and "optimizer step" in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "is_divided"), by_day([((), True), (("-q",), False)], ((), True)))
+@pytest.mark.parametrize(("arguments", "is_divided"), by_day([((), True), (("-q",), False)]))
 def test_on_a_terminal_a_line_divides_the_scripts_words_from_the_report(script, arguments, is_divided):
     terminal = Terminal([sys.executable, "-m", "memprof", "run", *arguments, script(), "64", "8"], {**os.environ})
     terminal.wait(120)

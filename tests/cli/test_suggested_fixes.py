@@ -34,6 +34,7 @@ def find_suggestions(document):
     return next(one for one in document["findings"] if one["id"] == "does-not-fit")["suggestions"]
 
 
+@pytest.mark.nightly
 def test_a_suggested_fix_does_what_it_says(memprof, script):
     name = script(TOKENS)
     options = ("run", "--gpu", "rtx-4080", "--beyond", "--json")

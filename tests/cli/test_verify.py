@@ -51,6 +51,7 @@ def test_fixes_of_other_kinds(memprof):
     assert ("optimizer-in-backward", "parameters after 3 steps") in rows
 
 
+@pytest.mark.nightly
 def test_quantized_weights(memprof):
     result = memprof("verify", "8-bit-weights", "4-bit-weights", "--json")
     assert result.exit_code == 0

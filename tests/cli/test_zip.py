@@ -74,7 +74,7 @@ def test_a_recipe_runs_and_is_copied(archive, tmp_path) -> None:
 PROFILE = "profile --model gpt2 --context-length 16 --quiet"
 
 
-@pytest.mark.parametrize("command", by_day([PROFILE, "run --quiet step.py"], PROFILE))
+@pytest.mark.parametrize("command", by_day([PROFILE, "run --quiet step.py"]))
 def test_a_model_is_run(archive, tmp_path, command) -> None:
     (tmp_path / "step.py").write_text("import torch\ntorch.nn.Linear(1000, 1000).cuda()(torch.ones(9, 1000).cuda())\n")
     assert run(archive, tmp_path, "-m", "memprof", *command.split()).startswith("Fits: needs ")

@@ -53,7 +53,6 @@ PATCHES = {
     "reports/programs/ray_7238": "with torch.no_grad():",
     "reports/programs/torchmetrics_1160": "with torch.no_grad():",
 }
-BY_DAY = ("patches/programs/losses_in_a_list",)
 
 # Programs for which there is no patch -> why.
 NOT_PATCHED = {
@@ -85,7 +84,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("name", by_day(PATCHES, *BY_DAY))
+@pytest.mark.parametrize("name", by_day(PATCHES))
 def test_patch(name, tmp_path):
     patch = run(name, tmp_path, "--suggest-patch")["patch"]
     assert PATCHES[name] in patch["diff"], patch

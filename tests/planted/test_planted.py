@@ -17,7 +17,7 @@ from tests.planted.planted import Planted, Told, is_near, programs, read, run, w
 PROGRAMS = programs()
 
 
-@pytest.mark.parametrize("name", by_day(PROGRAMS, *list(PROGRAMS)[::8]))
+@pytest.mark.parametrize("name", by_day(PROGRAMS, *list(PROGRAMS)[::16]))
 def test_verdict(name, tmp_path):
     told = run(PROGRAMS[name], folder=tmp_path)
     assert not wrong(PROGRAMS[name], told), told.stderr[-2000:]

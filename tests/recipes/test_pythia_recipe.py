@@ -201,7 +201,7 @@ class TestBatches:
             assert inputs.flatten().tolist() == list(range(expected, expected + batch_size * length))
             expected += batch_size * length
 
-    @pytest.mark.parametrize("kind", by_day(["built", "streamed"], "built"))
+    @pytest.mark.parametrize("kind", by_day(["built", "streamed"]))
     def test_simulated_host_memory_is_what_a_process_takes(self, kind):
         batches = load("batches")
         few, many = 1 << 12, 1 << 22

@@ -19,6 +19,8 @@ import memprof
 from memprof.findings import Finding, Severity
 from tests.lanes import by_day
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 LOGITS = 512 * 1000 * 4
 RULES = ("evaluation-accumulates", "evaluation-with-gradients", "memory-growth")
 

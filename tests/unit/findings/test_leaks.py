@@ -22,6 +22,8 @@ from torch import nn
 import memprof
 from memprof.findings import Finding
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 RULES = ("evaluation-accumulates", "evaluation-with-gradients", "memory-growth")
 ROWS, WIDTH = 512, 256
 

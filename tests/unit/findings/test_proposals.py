@@ -20,6 +20,8 @@ from memprof.trace.events import Trace
 from memprof.units import GIB
 from tests.unit.findings import programs
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 TOLERANCE = 0.15  # of what the changed program needs
 
 Program = Callable[[], None]

@@ -14,6 +14,8 @@ from torch.nn import functional
 import memprof
 from tests.lanes import by_day
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 Train = Callable[[int], None]
 
 

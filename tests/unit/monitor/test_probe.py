@@ -80,6 +80,7 @@ def test_peaks_that_no_reading_saw(env, script):
     assert seen[-1]["max_allocated_bytes"] == 70 * MIB
 
 
+@pytest.mark.nightly
 def test_a_program_that_resets_its_peaks(env, script):
     code = CUDA + "torch.cuda.reset_peak_memory_stats()\ntime.sleep(0.3)\ntorch.cuda.hold(40 << 20)\n"
     samples, outcome = _samples(run("--json", "--interval", 0.2, "--", sys.executable, script(code), env=env))
@@ -121,6 +122,7 @@ print(vars(torch.cuda.__loader__).keys(), before, [type(f).__module__ for f in s
     assert run("--quiet", "--", sys.executable, file, env=env).stdout == run_alone(file, env)
 
 
+@pytest.mark.nightly
 def test_a_look_for_torch_without_an_import_does_not_blind_it(env, script):
     code = 'import importlib.util; assert importlib.util.find_spec("torch.cuda")\n' + CUDA
     _, outcome = _samples(run("--json", "--interval", 0.2, "--", sys.executable, script(code), env=env))

@@ -12,6 +12,8 @@ from torch import nn
 from memprof.trace.events import Event, EventKind, Holder
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 def fail() -> None:
     part = take(300 * MIB)

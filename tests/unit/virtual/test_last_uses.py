@@ -21,6 +21,8 @@ from memprof.watch.cycles import find_cycle
 from tests.lanes import by_day
 from tests.unit.virtual.test_refusals import MIB, small_gpu, take
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 ELEMENTS = 1 << 20
 
 

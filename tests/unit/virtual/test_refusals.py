@@ -18,6 +18,8 @@ from memprof.trace.facts import DeviceFacts, Facts
 from memprof.virtual import VirtualGpu
 from tests.lanes import by_day
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 MIB = 1 << 20
 GIB = 1 << 30
 

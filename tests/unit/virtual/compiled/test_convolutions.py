@@ -50,7 +50,7 @@ def trained(*, compiled: bool, channels_last: bool) -> tuple[int, list[str]]:
         return torch.cuda.max_memory_allocated(), assumed
 
 
-@pytest.mark.parametrize("channels_last", by_day([False, True], False))
+@pytest.mark.parametrize("channels_last", by_day([False, True]))
 def test_a_model_of_images_trains_compiled(channels_last: bool) -> None:
     """Inductor lays images out with their channels last; what a convolution then gives has to be so, too."""
     peak, eager = trained(compiled=True, channels_last=channels_last)

@@ -279,6 +279,7 @@ def test_without_a_folder_to_write_in_nothing_is_compiled(monkeypatch: pytest.Mo
     assert "no folder to write its code in ([Errno 13] Permission denied)" in line
 
 
+@pytest.mark.nightly
 def test_a_layer_that_is_compiled_once_serves_all_that_are_alike(gpu: VirtualGpu) -> None:
     torch._dynamo.utils.counters.clear()
     layers = nn.ModuleList(Block() for _ in range(3)).cuda()

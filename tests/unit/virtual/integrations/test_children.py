@@ -147,7 +147,7 @@ def main(queue, way):
 """
 
 
-@pytest.mark.parametrize("way", by_day(["spawn", "forkserver"], "spawn"))
+@pytest.mark.parametrize("way", by_day(["spawn", "forkserver"]))
 def test_a_program_that_is_imported_again_finds_its_stubs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

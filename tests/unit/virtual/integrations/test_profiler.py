@@ -1,5 +1,7 @@
 """torch.profiler in a program: in a process of its own, for what went wrong ended it."""
 
+import pytest
+
 from tests.processes import python
 
 PROGRAM = """
@@ -15,6 +17,7 @@ for options in ({"with_stack": True, "profile_memory": True, "record_shapes": Tr
 """
 
 
+@pytest.mark.nightly
 def test_a_program_profiles_itself():
     done = python("-c", PROGRAM)
     assert done.exit_code == 0, done.stderr[-2000:]
