@@ -81,10 +81,11 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
     is_known = is_first or not trace.ended_out_of_memory
     decides = is_known and not ledger.run.fits and is_decisive(context, _compute_needs_without_temporaries(context))
     title += f"; without them {describe_cure(context)}" * decides
+    severity = Severity.NOTE if ledger.run.fits else Severity.WARNING  # torch's own default: no fault of the program
     return [
         Finding(
             "optimizer-step-temporaries",
-            Severity.WARNING,
+            severity,
             title,
             num_bytes,
             tuple(lines),

@@ -11,6 +11,7 @@ from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught_errors import CaughtError
 from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
 from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
@@ -52,7 +53,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         return _label("Failed", "bold red", reason)
     suffix = next((f" on {gpu.device}" for gpu in document.gpus if gpu.decides), "")
     suffix = next((f" on rank {row.rank}" for row in document.ranks if row.decides), suffix)
-    need = f"{format_bytes(verdict.required_bytes)} with cached memory and the CUDA context{suffix}"
+    need = f"{_describe_need(document)}{suffix}"
     if document.failure is not None:
         failure = document.failure
         fit_note, rest = "." if verdict.fits is None else ", which does not fit.", "The rest is not known."
@@ -103,6 +104,19 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     message = (verdict.oom_message or "").partition(" If reserved ")
     view.append(f" torch {'said' if was_refused else 'would say'}:")
     return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _describe_need(document: Report) -> str:
+    """Return what a run needs, with its parts: tensors at their peak, what is cached beside them, the CUDA context."""
+    required_bytes, peak = document.verdict.required_bytes, document.peak
+    context_bytes = peak.device_used_bytes - peak.reserved_bytes
+    cached_bytes = required_bytes - context_bytes - peak.allocated_bytes
+    if cached_bytes < 0 or document.gpus or document.ranks:  # the need of another GPU than the peak
+        return f"{format_bytes(required_bytes)} with cached memory and the CUDA context"
+    tensors, cached, context = map(
+        choose_unit(required_bytes).format, (peak.allocated_bytes, cached_bytes, context_bytes)
+    )
+    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {cached} cached, {context} of CUDA context)"
 
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:

@@ -698,6 +698,7 @@ class TestOptimizer:
         b.new(2048, 512, dtype="bfloat16", op="aten._foreach_mul")  # after the peak
         (finding,) = of(b.context(), "optimizer-step-temporaries")
         assert finding.num_bytes == 128 * MIB and finding.fixes[0] == "fused-optimizer"
+        assert finding.severity is Severity.NOTE  # it is torch's default, and the run fits
         assert list_fix_names(finding.suggestions) == finding.fixes
 
     @pytest.mark.parametrize(("fewer_mib", "decides"), [(0, False), (2, True), (128, True), (150, False)])
@@ -709,6 +710,7 @@ class TestOptimizer:
         needed_bytes = b.context().ledger.run.required_reserved_bytes
         (finding,) = of(b.context(needed_bytes - fewer_mib * MIB), "optimizer-step-temporaries")
         assert finding.is_decisive == decides == finding.title.endswith("; without them the run fits")
+        assert (finding.severity is Severity.NOTE) == (fewer_mib == 0)
 
     @pytest.mark.parametrize(("num_steps", "decides"), [(1, True), (2, False)])
     def test_in_a_later_step_something_else_has_grown_if_memory_runs_out(self, num_steps: int, decides: bool) -> None:

@@ -51,7 +51,7 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
     )
     b.new(6 * MIB)
     text = " ".join(to_text(render(analyze(b.trace), quiet=True)).split())
-    assert f"{need} 24.00 MiB with cached memory and the CUDA context" in text
+    assert f"{need} 24.00 MiB (24.00 of tensors, 0.00 cached, 0.00 of CUDA context)" in text
 
 
 @pytest.mark.parametrize("misses", [True, False])
@@ -71,7 +71,7 @@ def test_what_the_gpu_must_have_includes_the_context() -> None:
     assert document.peak.device_used_bytes == document.verdict.required_bytes == (20 + 426) * MIB
     assert (document.stages[0].name, document.stages[0].device_used_bytes) == ("context", 426 * MIB)
     assert said(document, 8 * GIB, None).startswith(
-        "Fits: needs 446.00 MiB with cached memory and the CUDA context, 7.56 GiB to spare"
+        "Fits: needs 446.00 MiB (4.00 of tensors, 16.00 cached, 426.00 of CUDA context), 7.56 GiB to spare"
     )
 
 
