@@ -186,10 +186,12 @@ class MarkdownOptions(OutputOptions):
     )  # fmt: skip
     force: bool = reuse_option("force")
     markdown_path: Path | None = dataclasses.field(default=None, init=False)  # absolute: scripts may chdir
-    start_folder: Path = dataclasses.field(default_factory=Path.cwd, init=False)
+    start_folder: Path | None = dataclasses.field(default=None, init=False)  # as above
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.markdown is not None or self.github:
+            object.__setattr__(self, "start_folder", Path.cwd())
         if self.markdown is not None:
             from memprof.report.export.markdown import MARKDOWN
             from memprof.trace.files import check_output_path
@@ -202,7 +204,7 @@ class MarkdownOptions(OutputOptions):
 
     def write_markdown(self, document: Report) -> None:
         """Write the Markdown of `document` if --markdown is given, and what --github asks for."""
-        if self.markdown_path is None and not self.github:
+        if self.start_folder is None:
             return
         from memprof.report.export.markdown import MARKDOWN, list_annotations, to_markdown
         from memprof.trace.files import write_atomically
