@@ -11,10 +11,10 @@ DISTRIBUTION = "torch-memprof"  # memprof's name where packages are installed fr
 def format_install_command(*requirements: str, prefix: str = sys.prefix) -> str:
     """Return the command that installs `requirements` ("plotly>=6") in the environment with the folder `prefix`."""
     names = " ".join(f"'{one}'" if any(character in one for character in "<>=[ ") else one for one in requirements)
-    *_, parent, own = PurePath("//", prefix).parts
-    if parent == "venvs" and "pipx" in PurePath(prefix).parts:
-        return f"pipx inject {own} {names}"
-    if parent == "tools" and "uv" in PurePath(prefix).parts:
+    path = PurePath(prefix)
+    if path.parent.name == "venvs" and "pipx" in path.parts:
+        return f"pipx inject {path.name} {names}"
+    if path.parent.name == "tools" and "uv" in path.parts:
         return f"uv pip install --python {prefix} {names}"
     return f"{'uv pip' if _is_made_by_uv(Path(prefix)) else 'pip'} install {names}"
 

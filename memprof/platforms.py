@@ -1,4 +1,4 @@
-"""What the operating system has to offer for programs to be run on the virtual GPU."""
+"""Support of operating systems: running a program needs what Windows lacks."""
 
 from __future__ import annotations
 

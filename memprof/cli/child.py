@@ -25,10 +25,9 @@ _FORWARDED_SIGNALS = {
 # siginfo's si_code is at most this if a process sent the signal, and above if the kernel did (keys in a terminal).
 _MAX_PROCESS_SI_CODE = 0
 _PR_SET_PDEATHSIG = 1
+_KILL = getattr(signal, "SIGKILL", 9)  # Windows has none
 _SIGNAL_HINTS: dict[int, str] = {
-    getattr(
-        signal, "SIGKILL", 9
-    ): "the kernel kills processes when host memory runs out (dmesg says so): free some, or take less",
+    _KILL: "the kernel kills processes when host memory runs out (dmesg says so): free some, or take less",
     signal.SIGSEGV: "a library crashed: virtual tensors have no data; python -X faulthandler shows where",
 }
 _DEFAULT_HINT = "leave out what ends the process (os._exit in a thread, a signal to itself, a daemon) under memprof"

@@ -22,8 +22,8 @@ from memprof.watch.callers import CallerRecorder
 from memprof.watch.failure import (
     describe_failure,
     has_last_allocation_failed,
-    hides_its_cause,
     is_caused_by_oom,
+    is_torchscript_error,
     make_refused_failure,
 )
 from memprof.watch.kept_memory import KeptMemoryWatch
@@ -164,7 +164,9 @@ class VirtualGpu(Watch):
         self._set_registered_roles()
         self._updates.record_run_end()
         trace = self.recorder.trace
-        is_out_of_memory = is_caused_by_oom(error) or (hides_its_cause(error) and has_last_allocation_failed(trace))
+        is_out_of_memory = is_caused_by_oom(error) or (
+            is_torchscript_error(error) and has_last_allocation_failed(trace)
+        )
         if is_out_of_memory and trace.refused:
             # Out of memory on the GPU is the verdict of the run, and no failure.
             trace.refused.pop()

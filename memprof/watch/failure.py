@@ -228,7 +228,7 @@ def has_last_allocation_failed(trace: Trace) -> bool:
     return False
 
 
-def hides_its_cause(error: BaseException | None) -> bool:
+def is_torchscript_error(error: BaseException | None) -> bool:
     """Return whether `error` is of TorchScript's interpreter, which raises it for any error of an operator."""
     return isinstance(error, RuntimeError) and "operation failed in the TorchScript interpreter" in error_text(error)
 

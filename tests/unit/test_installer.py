@@ -12,6 +12,7 @@ from memprof.installer import format_install_command
 @pytest.mark.parametrize(
     ("prefix", "command"),
     [
+        ("/", "pip install 'plotly>=6' triton"),
         ("/usr", "pip install 'plotly>=6' triton"),
         ("/home/me/.local/share/pipx/venvs/torch-memprof", "pipx inject torch-memprof 'plotly>=6' triton"),
         ("/home/me/pipx/venvs", "pip install 'plotly>=6' triton"),

@@ -19,7 +19,6 @@ from memprof.trace.files import FileKind
 
 MARKDOWN = FileKind("summary", "--markdown", lambda begin, end: begin.startswith(_TITLE.encode()))
 _TITLE = "### memprof: "
-_MIN_SHARE = 0.005  # of the peak: smaller categories are not shown
 _WIDTH = 100  # columns of the report below the fold
 _ANNOTATION_BY_SEVERITY = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
 
@@ -73,7 +72,7 @@ def _make_table(document: Report) -> str:
     rows = [
         f"| {category} | {unit.format(num_bytes)} | {num_bytes / total_bytes:.1%} |"
         for category, num_bytes in document.peak.categories.items()
-        if num_bytes >= _MIN_SHARE * total_bytes
+        if num_bytes >= brief.MIN_SHARE * total_bytes
     ]
     return "\n".join([f"| at the peak | {unit.name} | share |", "|---|---:|---:|", *rows])
 

@@ -40,7 +40,7 @@ MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
 MAX_TENSORS = 3
 MAX_STAGES = 8
-_MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
+MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
 
 
 def render(document: Report, *, quiet: bool = False, code_folder: Path | None = None) -> RenderableType:
@@ -55,7 +55,7 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
     parts += [*render_certain_errors(document), render_verdict(document, with_message=False)]
     parts += [*_render_refused(document), render_heading(document)]
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
-    parts += [Text(""), render_categories(document, _MIN_SHARE)]
+    parts += [Text(""), render_categories(document, MIN_SHARE)]
     parts += _render_causes(document)
     parts += _render_actions(document, code_folder)
     parts += list(_render_tables(document)) or [_render_top_stages(document)]
@@ -124,7 +124,7 @@ def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -
     """Yield up to `count` descriptions of the largest of `tensors` at the peak, equal ones together."""
     unit = choose_report_unit(document)
     for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
-        if tensor.allocated_bytes > _MIN_SHARE * document.peak.allocated_bytes:
+        if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             times = f"{tensor.count} x " if tensor.count > 1 else ""
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
             yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))

@@ -142,7 +142,8 @@ def test_losses_with_their_graph_are_told_of_however_small() -> None:
     assert texts[-1].startswith("fix at x/train.py:9: keep the number (.item())")
 
 
-def test_what_the_graph_keeps_is_the_same_finding() -> None:
+def losses_with_graphs() -> TraceBuilder:
+    """Return four steps, of each a loss in a list, and what its graph has saved."""
     b = TraceBuilder()
     b.parameter("weight", 100)
     losses: list[int] = []
@@ -153,6 +154,11 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
 
     steps(b, 4, each)
     b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    return b
+
+
+def test_what_the_graph_keeps_is_the_same_finding() -> None:
+    b = losses_with_graphs()
     (finding,) = found(b)
     assert finding.num_bytes == 3 * (3 * MIB + 512)
     assert any("what it saved for a backward is live with it: 3.00 MiB a step" in e.text for e in finding.evidence)
@@ -163,16 +169,7 @@ def test_what_the_graph_keeps_is_the_same_finding() -> None:
 )
 def test_a_list_whose_graphs_each_backward_goes_through_is_emptied(kind: PhaseKind, fix: str) -> None:
     """Without the graphs, the loss that is computed of the list would have none."""
-    b = TraceBuilder()
-    b.parameter("weight", 100)
-    losses: list[int] = []
-
-    def each(step: int) -> None:
-        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
-        losses.append(b.new(1, line=KEPT))
-
-    steps(b, 4, each)
-    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    b = losses_with_graphs()
     last_use = max(time for time, phase in b.trace.list_phase_begins() if phase.kind is kind) + 1
     b.trace.last_uses = [last_use] * len(b.trace.storages)
     (finding,) = found(b)

@@ -65,12 +65,12 @@ def test_without_a_frame_of_the_program_nothing_is_known() -> None:
     assert not has_evaluation(None)
 
 
-def error_of(file: Path, text: str) -> ZeroDivisionError:
-    """Return the error of a program in `file` whose last line fails."""
-    file.write_text(f"{text}\n1 / 0\n")
+def error_of(file: Path, text: str, names: dict[str, object] | None = None) -> ZeroDivisionError:
+    """Return the error of a program in `file`, which has `names` beside its own."""
+    file.write_text(text)
     linecache.checkcache()
     with pytest.raises(ZeroDivisionError) as caught:
-        exec(compile(file.read_text(), str(file), "exec"), {})
+        exec(compile(text, str(file), "exec"), {} if names is None else names)
     error = caught.value
     assert error.__traceback__ is not None
     return error.with_traceback(error.__traceback__.tb_next)  # without this file
@@ -97,11 +97,11 @@ def error_of(file: Path, text: str) -> ZeroDivisionError:
     ],
 )
 def test_words_of_training(tmp_path: Path, line: str, trains: bool) -> None:
-    assert may_train(error_of(tmp_path / "serve.py", f"if 0:\n    {line}")) == trains
+    assert may_train(error_of(tmp_path / "serve.py", f"if 0:\n    {line}\n1 / 0\n")) == trains
 
 
 def test_code_that_cannot_be_read_may_train(tmp_path: Path) -> None:
-    error = error_of(tmp_path / "serve.py", "x = 1")
+    error = error_of(tmp_path / "serve.py", "1 / 0\n")
     (tmp_path / "serve.py").write_text("x = (1")
     linecache.checkcache()
     assert may_train(error)
@@ -121,16 +121,9 @@ def test_a_library_that_trains_is_running(tmp_path: Path, text: str, trains: boo
     library.parent.mkdir()
     names: dict[str, object] = {}
     exec(compile(text, str(library), "exec"), names)
-    program = tmp_path / "serve.py"
-    program.write_text("run(lambda: 1 / 0)\n")
-    linecache.checkcache()
-    with pytest.raises(ZeroDivisionError) as caught:
-        exec(compile(program.read_text(), str(program), "exec"), {"run": names["run"]})
-    error = caught.value
-    assert error.__traceback__ is not None
-    assert may_train(error.with_traceback(error.__traceback__.tb_next)) == trains
+    assert may_train(error_of(tmp_path / "serve.py", "run(lambda: 1 / 0)\n", {"run": names["run"]})) == trains
 
 
 def test_an_error_of_a_library_alone_is_of_a_program_that_may_train(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
-    assert may_train(error_of(tmp_path / "site-packages" / "serve.py", ""))
+    assert may_train(error_of(tmp_path / "site-packages" / "serve.py", "1 / 0\n"))
