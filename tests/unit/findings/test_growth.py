@@ -177,6 +177,18 @@ def test_a_list_whose_graphs_each_backward_goes_through_is_emptied(kind: PhaseKi
     assert (finding.edit is None) == (kind is PhaseKind.BACKWARD)
 
 
+@pytest.mark.parametrize(("num_again", "fix"), [(2, "empty it after"), (1, "keep the number")])
+def test_most_of_a_list_is_gone_through_again(num_again: int, fix: str) -> None:
+    """Of three steps before the last one, the last backward uses what so many have saved."""
+    b = losses_with_graphs()
+    last_backward = max(time for time, phase in b.trace.list_phase_begins() if phase.kind is PhaseKind.BACKWARD) + 1
+    saved = [index for index, storage in enumerate(b.trace.storages) if b.trace.op(storage) == "aten.gelu"]
+    again = saved[:num_again]
+    b.trace.last_uses = [last_backward if index in again else 1 for index in range(len(b.trace.storages))]
+    (finding,) = found(b)
+    assert finding.evidence[-1].text.startswith(f"fix at x/train.py:9: {fix}")
+
+
 def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)
