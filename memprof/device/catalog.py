@@ -22,6 +22,16 @@ from memprof.units import GIB, MIB, gib
 DEFAULT_GPU = "h100-80gb"
 CUSTOM_SIZE_HINT = "('memprof profile --gpu-vram GIB' takes any size)"
 
+_BACKENDS = {"AMD": "hip", "Apple": "mps", "Intel(R)": "xpu"}  # by the first word of a GPU's name
+
+# Share of a Mac's memory that Metal recommends as a process's working set (MTLDevice.recommendedMaxWorkingSetSize),
+# below and from 36 GiB on, in logs of llama.cpp: 10922.67 MiB of 16 GiB (github.com/abetlen/llama-cpp-python, issue
+# 687), 21845.34 MiB of 32 GiB (llama.cpp, pull request 2011), 28991.03 MB on an M4 Max with 36 GB, 51539.61 MB of 64
+# GiB (llama.cpp, issue 9112), 73728 MiB of 96 GiB (llama.cpp, issue 3213). macOS 26 recommends more of 128 GiB: 107.52
+# GiB (github.com/antirez/ds4, pull request 893). The lower value is taken.
+_WORKING_SET_SHARES = (2 / 3, 3 / 4)
+_FIRST_LARGE_MAC_BYTES = 36 * GIB
+
 DTYPES = ("float32", "tf32", "float16", "bfloat16", "int8", "float8")
 
 
@@ -33,8 +43,8 @@ class Gpu:
     key: str  # memprof's name, such as "h100-80gb".
     name: str  # the name by `torch.cuda.get_device_properties(0).name`.
     total_bytes: int  # the capacity that CUDA reports, in bytes.
-    compute_capability: tuple[int, int]  # major and minor.
-    num_sms: int  # streaming multiprocessors (compute units on AMD).
+    compute_capability: tuple[int, int]  # major and minor; (0, 0) for "mps" and "xpu", which have none.
+    num_sms: int  # streaming multiprocessors (compute units on AMD, cores on Apple, XVEs on Intel).
     memory_bandwidth: int  # peak of the device memory, in bytes per second.
     host_bandwidth: int  # peak of the link to the CPU in one direction, in bytes per second.
     # dense operations per second by dtype (one of DTYPES), on the tensor cores where the GPU has them; float16 and
@@ -50,11 +60,23 @@ class Gpu:
     # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
+    unified_bytes: int | None = None  # memory of the machine, where GPU and CPU share it; None: the GPU has its own.
+
+    @property
+    def backend(self) -> str:
+        """Return the backend of torch that runs this GPU: "cuda", "hip" (ROCm), "mps" or "xpu"."""
+        return _BACKENDS.get(self.name.partition(" ")[0], "cuda")
+
+    @property
+    def device_type(self) -> str:
+        """Return torch's type of the device, as programs name it: "cuda" (also with ROCm), "mps" or "xpu"."""
+        return "cuda" if self.backend == "hip" else self.backend
 
     @property
     def context_bytes(self) -> int:
-        """Return the bytes of a process on the GPU outside torch's allocator: CUDA's context and libraries."""
-        return get_context_bytes(self.compute_capability)
+        """Return the bytes of a process on the GPU outside torch's allocator: CUDA's context and libraries. 0 for "mps"
+        and "xpu", where they are not known."""
+        return get_context_bytes(self.compute_capability) if self.device_type == "cuda" else 0
 
     @property
     def link_bandwidth(self) -> int:
@@ -64,19 +86,25 @@ class Gpu:
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return all GPUs of the catalog, in the order of gpus.toml (data centre, workstation, desktop)."""
+    """Return all GPUs of the catalog, in the order of gpus.toml (data centre, workstation, desktop) and apple.toml."""
     # Imported here, because these imports would take most of this file's import time.
     import tomllib
     from importlib import resources
 
-    text = resources.files("memprof.device").joinpath("gpus.toml").read_text(encoding="utf-8")
-    return tuple(_make_gpu(key, table) for key, table in tomllib.loads(text).items())
+    folder = resources.files("memprof.device")
+    gpus = tomllib.loads(folder.joinpath("gpus.toml").read_text(encoding="utf-8"))
+    macs = tomllib.loads(folder.joinpath("apple.toml").read_text(encoding="utf-8"))
+    return (
+        *(_make_gpu(key, table) for key, table in gpus.items()),
+        *(_make_apple_gpu(table, memory) for table in macs["gpus"] for memory in table["unified_gib"]),
+    )
 
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU with this key, CUDA name or alias; raise UsageError if there is none.
 
-    Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
+    Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Apple", "Intel", "Tesla", "Quadro" or "GeForce"
+    do not matter.
     """
     gpu = _index_by_folded_name().get(_fold_name(name))
     if gpu is None:
@@ -90,7 +118,8 @@ def custom_gpu(total_bytes: int) -> Gpu:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     base = find_gpu("a100-80gb")
     size_pattern = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
-    matching_gpus = [gpu for gpu in list_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
+    cuda_gpus = [gpu for gpu in list_gpus() if gpu.device_type == "cuda"]
+    matching_gpus = [gpu for gpu in cuda_gpus if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
     smallest = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
     remark = ""
     if smallest is not None:
@@ -109,7 +138,9 @@ def custom_gpu(total_bytes: int) -> Gpu:
 
 def _fold_name(name: str) -> str:
     # Repeated, since a name such as "NVIDIA GeForce RTX 4090" has two such words.
-    return re.sub(r"^(?:(?:nvidia|geforce|amd|tesla|quadro)(?=.))+", "", re.sub(r"[\s_-]+", "", name).lower())
+    return re.sub(
+        r"^(?:(?:nvidia|geforce|amd|apple|intel|tesla|quadro)(?=.))+", "", re.sub(r"[\s_-]+", "", name).lower()
+    )
 
 
 def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
@@ -129,6 +160,28 @@ def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
         aliases=tuple(table.get("aliases", ())),
         note=table.get("note", ""),
         nvlink_bandwidth=round(table["nvlink_gb_per_s"] * 10**9) if "nvlink_gb_per_s" in table else None,
+        unified_bytes=round(table["unified_gib"] * GIB) if "unified_gib" in table else None,
+    )
+
+
+def _make_apple_gpu(table: Mapping[str, Any], unified_gib: int) -> Gpu:
+    """Return the GPU of a chip of apple.toml, in a machine with `unified_gib` of memory."""
+    unified_bytes = unified_gib * GIB
+    bandwidth = round(table["memory_gb_per_s"] * 10**9)
+    return Gpu(
+        key=f"{table['key']}-{unified_gib}gb",
+        name=f"{table['name']} ({unified_gib} GB)",
+        total_bytes=int(_WORKING_SET_SHARES[unified_bytes >= _FIRST_LARGE_MAC_BYTES] * unified_bytes),
+        compute_capability=(0, 0),
+        num_sms=table["cores"],
+        memory_bandwidth=bandwidth,
+        host_bandwidth=bandwidth,
+        peak_flops=MappingProxyType({dtype: round(peak * 10**12) for dtype, peak in table["peak_tflops"].items()}),
+        l2_bytes=None,
+        capacity_kind="derived",
+        sources=tuple(table["sources"]),
+        note="capacity is the working set that Metal recommends: 2/3 of the memory, 3/4 from 36 GB on",
+        unified_bytes=unified_bytes,
     )
 
 

@@ -38,7 +38,8 @@ def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
     """Return the smallest GPU of the catalog on which a simulated run like `leanest` fits; None if no GPU does."""
     spec = leanest.outcome.spec.edit(gpu_vram_bytes=None)
     for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
-        if gpu.total_bytes < leanest.outcome.needed_bytes:
+        is_other_kind = gpu.device_type != search.simulator.gpu.device_type
+        if is_other_kind or gpu.total_bytes < leanest.outcome.needed_bytes:
             continue
         simulator = Simulator(gpu, search.simulator.progress)
         outcome = simulator.try_run(spec.edit(gpu=gpu.key), f"{leanest.label} on {gpu.key}")

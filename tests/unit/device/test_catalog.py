@@ -12,7 +12,7 @@ from memprof.device.catalog import DEFAULT_GPU, DTYPES, Gpu, custom_gpu, find_gp
 from memprof.errors import UsageError
 from memprof.units import GIB
 
-KEYS = [gpu.key for gpu in list_gpus()]
+KEYS = [gpu.key for gpu in list_gpus() if gpu.device_type == "cuda"]  # the others: test_catalog_of_others.py
 
 # What is printed on the box, in decimal GB for HBM as sold and in GiB for the rest; CUDA reports less in all cases.
 MARKETING_GIB = {

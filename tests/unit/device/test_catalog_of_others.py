@@ -1,0 +1,37 @@
+"""The GPUs of the catalog that CUDA does not run: those of Apple (MPS) and Intel (XPU), and AMD's (ROCm)."""
+
+import pytest
+
+from memprof.device.catalog import find_gpu, list_gpus
+from memprof.units import GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "device_type"),
+    [
+        ("h100", "cuda", "cuda"), ("mi300x", "hip", "cuda"), ("m4-max-64gb", "mps", "mps"), ("arc-b580", "xpu", "xpu"),
+        ("Apple M1 (8 GB)", "mps", "mps"), ("B580", "xpu", "xpu"),
+    ],
+)  # fmt: skip
+def test_the_vendor_decides_the_backend(name, backend, device_type):
+    gpu = find_gpu(name)
+    assert (gpu.backend, gpu.device_type) == (backend, device_type)
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    # What MTLDevice.recommendedMaxWorkingSetSize is in public logs; catalog.py has the addresses.
+    [("m4-16gb", 10_922.67), ("m1-max-32gb", 21_845.34), ("m4-max-36gb", 27_648), ("m2-max-96gb", 73_728)],
+)
+def test_the_capacity_of_a_mac_is_its_recommended_working_set(name, mib):
+    assert find_gpu(name).total_bytes / 2**20 == pytest.approx(mib, abs=0.01)
+
+
+def test_a_mac_has_less_for_its_gpu_than_memory():
+    macs = [gpu for gpu in list_gpus() if gpu.device_type == "mps"]
+    assert {gpu.key for gpu in macs} >= {"m1-8gb", "m3-pro-18gb", "m4-max-64gb", "m5-max-128gb"}
+    for gpu in macs:
+        assert gpu.key.endswith(f"-{gpu.unified_bytes // GIB}gb")
+        assert 0.66 < gpu.total_bytes / gpu.unified_bytes <= 0.75
+        assert gpu.context_bytes == 0
+    assert all(gpu.unified_bytes is None for gpu in list_gpus() if gpu.device_type == "xpu")
