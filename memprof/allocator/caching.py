@@ -57,7 +57,7 @@ class CachingAllocator:
             )
         self.release = release
         self.counts = counts
-        self.device = 0  # the GPU's index, for messages
+        self.device, self.backend = 0, "cuda"  # the GPU's index and torch's backend, for messages
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
@@ -366,6 +366,7 @@ class CachingAllocator:
             private_pool_bytes=private_bytes,
             allowed_bytes=self.allowed_bytes,
             device=self.device,
+            backend=self.backend,
         )
 
     # -- streams ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,12 @@ UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first variable that is set counts
 
+# Variables of the MPS allocator, which reads no others -> memprof's names of these settings.
+MPS_VARIABLES = {
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "mps_high_watermark_ratio",
+    "PYTORCH_MPS_LOW_WATERMARK_RATIO": "mps_low_watermark_ratio",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
@@ -37,6 +43,9 @@ class AllocatorConfig:
     expandable_segments_reserve_bytes: int | None = None
     roundup_power2_divisions: tuple[int, ...] = ()  # one entry per octave from 1 MiB up (16 of them); empty: off
     backend: str = "native"
+    # Of MPS, shares of Metal's recommended working set (aten/src/ATen/mps/MPSAllocator.h); 0: no limit.
+    mps_high_watermark_ratio: float = 1.7  # above it, allocations fail
+    mps_low_watermark_ratio: float = 1.4  # above it, memory is under pressure: cached buffers are released
     text: str = ""  # the text of the settings
 
     @property
@@ -46,12 +55,16 @@ class AllocatorConfig:
 
 
 def config_from_environment(
-    environ: Mapping[str, str] | None = None, release: Release = LATEST
+    environ: Mapping[str, str] | None = None, release: Release = LATEST, device_type: str = "cuda"
 ) -> tuple[AllocatorConfig, str | None]:
-    """Return the settings that torch would read from `environ` (None: os.environ), and the variable that holds them
-    (None: defaults). Raises UsageError: torch would reject the settings."""
+    """Return the settings that torch would read from `environ` (None: os.environ) for devices of this type, and the
+    variable that holds them (None: defaults). Raises UsageError: torch would reject the settings."""
     variables = os.environ if environ is None else environ
-    for name in VARIABLES if release.has_unified_settings else VARIABLES[:1]:
+    if device_type == "mps":
+        names = [name for name in MPS_VARIABLES if name in variables]
+        text = ",".join(f"{MPS_VARIABLES[name]}:{variables[name]}" for name in names)
+        return parse_config(text, release, origin=" and ".join(names)), " and ".join(names) or None
+    for name in VARIABLES[1:] if device_type == "xpu" else VARIABLES if release.has_unified_settings else VARIABLES[:1]:
         if name in variables:
             return parse_config(variables[name], release, origin=name), name
     return AllocatorConfig(), None
@@ -124,6 +137,12 @@ class _SettingsParser:
             "large_segment_size_mb": lambda key: self._parse_megabytes(key, 10, inclusive=False),
             "per_process_memory_fraction": lambda key: self._parse_float(
                 key, "between 0 and 1", lambda value: 0 <= value <= 1
+            ),
+            "mps_high_watermark_ratio": lambda key: self._parse_float(
+                key, "between 0 and 2", lambda value: 0 <= value <= 2
+            ),
+            "mps_low_watermark_ratio": lambda key: self._parse_float(
+                key, "between 0 and the high ratio", lambda value: 0 <= value <= self._max_low_ratio()
             ),
             "expandable_segments_reserve": self._parse_reserve,
             "expandable_segments_reserve_by_class": self._skip_reserve_by_class,
@@ -209,6 +228,12 @@ class _SettingsParser:
         return UsageError(problem, value=f"{self.origin}={self.text}", hint=hint)
 
     # -- settings --------------------------------------------------------------------------------------------------
+
+    def _max_low_ratio(self) -> float:
+        """Return the largest low watermark ratio (`setLowWatermarkRatio`): the high ratio, 2 without a limit."""
+        high_ratio = self.settings.get("mps_high_watermark_ratio", AllocatorConfig().mps_high_watermark_ratio)
+        assert isinstance(high_ratio, float)
+        return high_ratio or 2.0
 
     def _parse_flag(self, key: str) -> bool:
         return self._parse_word(key, "True", "False", spelling=", spelt so") == "True"

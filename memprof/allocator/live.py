@@ -57,6 +57,8 @@ class LiveAllocator:
         usable, allowed = self._gpu.usable_bytes, replay.allocator.allowed_bytes
         limit = usable if allowed is None else min(allowed, usable)
         self._min_room = limit - replay.allocator.counters.reserved_bytes
+        if self._gpu.backend == "mps":
+            self._min_room = 0  # the bounds below are those of the caching allocator
         return None
 
     def _max_segment_size(self, num_bytes: int) -> int:

@@ -39,6 +39,7 @@ class OomReport:
     allowed_bytes: int | None = None  # limit set by a memory fraction
     process_bytes: int | None = None  # what NVML shows for this process
     device: int = 0
+    backend: str = "cuda"  # "cuda", "hip", "xpu" or "mps"
 
     def add_process_bytes(self, context_bytes: int) -> OomReport:
         """Return the report with `process_bytes`, as NVML shows it: the CUDA context plus reserved memory."""
@@ -46,12 +47,17 @@ class OomReport:
 
     def message(self, release: Release = LATEST) -> str:
         """Return the message of torch.cuda.OutOfMemoryError in `release`."""
+        if self.backend == "mps":
+            return self._format_mps_message()
+        if self.backend == "xpu":
+            return self._format_xpu_message()
+        name = self.backend.upper()  # hipify replaces CUDA's name in the source
         allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
         if self.requested_bytes >= ONE_EXABYTE:
-            return "CUDA out of memory. Tried to allocate more than 1EB memory."
+            return f"{name} out of memory. Tried to allocate more than 1EB memory."
         if release.version < (2, 1):
             return (
-                f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)} (GPU {self.device}; "
+                f"{name} out of memory. Tried to allocate {format_size(self.tried_bytes)} (GPU {self.device}; "
                 f"{format_size(self.total_bytes)} total capacity; {format_size(self.allocated_bytes)} already "
                 f"allocated; {format_size(self.free_bytes)} free; {allowed}"
                 f"{format_size(self.reserved_bytes)} reserved in total by PyTorch){release.oom_advice}"
@@ -64,11 +70,32 @@ class OomReport:
         if self.private_pool_bytes:
             private = f"with {format_size(self.private_pool_bytes)} allocated in private pools (e.g., CUDA Graphs), "
         return (
-            f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)}. GPU {self.device} "
+            f"{name} out of memory. Tried to allocate {format_size(self.tried_bytes)}. GPU {self.device} "
             f"{release.capacity_phrase} {format_size(self.total_bytes)} of which {format_size(self.free_bytes)} is "
             f"free. {process}{allowed}Of the allocated memory {format_size(self.allocated_bytes)} is allocated by "
             f"PyTorch, {private}and {format_size(self.reserved_bytes - self.allocated_bytes)} is reserved by PyTorch "
             f"but unallocated.{release.oom_advice}"
+        )
+
+    def _format_mps_message(self) -> str:
+        """Return the message of `alloc_buffer_block` (aten/src/ATen/mps/MPSAllocator.mm), of a process in which only
+        torch uses Metal. Without a limit there is no error."""
+        return (
+            f"MPS backend out of memory (MPS allocated: {format_size(self.reserved_bytes)}, other allocations: "
+            f"{format_size(0)}, max allowed: {format_size(self.allowed_bytes or 0)}). Tried to allocate "
+            f"{format_size(self.tried_bytes)} on shared pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable "
+            "upper limit for memory allocations (may cause system failure)."
+        )
+
+    def _format_xpu_message(self) -> str:
+        """Return the message of `malloc` (c10/xpu/XPUCachingAllocator.cpp), of a driver that reports free memory."""
+        allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
+        return (
+            f"XPU out of memory. Tried to allocate {format_size(self.tried_bytes)}. GPU {self.device} has a total "
+            f"capacity of {format_size(self.total_bytes)} of which {format_size(self.free_bytes)} is free. {allowed}Of "
+            f"the allocated memory {format_size(self.allocated_bytes)} is allocated by PyTorch, and "
+            f"{format_size(self.reserved_bytes - self.allocated_bytes)} is reserved by PyTorch but unallocated. Please "
+            "use `empty_cache` to release all unoccupied cached memory."
         )
 
 

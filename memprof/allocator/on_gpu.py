@@ -86,6 +86,11 @@ class GpuReplay:
         return self.first_oom is None
 
     @property
+    def has_expandable_segments(self) -> bool:
+        """Return whether the allocator has the setting `expandable_segments`; that of MPS has not."""
+        return self.release.has_expandable_segments and not self.trace.device.startswith("mps")
+
+    @property
     def least_reserved_bytes(self) -> int:
         """Return what the run needs at least: of one that memory ended what was reserved beside the failed request,
         once cached segments were released, if that is less than without releasing any."""
@@ -110,7 +115,7 @@ def compute_memory_needs(
     required = replay.allocator.counters.reserved_bytes_peak
     fits, releases_cache = True, False
     if gpu is not None:
-        limit = min(gpu.usable_bytes, int(config.per_process_memory_fraction * gpu.total_bytes))
+        limit = gpu.compute_limit(config)
         # Of a fraction each request must fit in whole, though a part of an expandable segment may be mapped already.
         fits = required <= limit and not (config.expandable_segments and config.per_process_memory_fraction < 1)
         if not fits and replay.allocated_peak <= limit:  # perhaps after releasing the cache

@@ -15,12 +15,15 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
+from memprof.allocator.mps import MpsAllocator
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import NONE, Event, EventKind, Trace, gpu_index
 from memprof.trace.facts import DeviceFacts
 from memprof.trace.snapshot import DEFAULT_POOL, PoolId, SnapshotSegment
+
+UNLIMITED_BYTES = 1 << 62  # more than any GPU has, and a number that JSON holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,18 @@ class GpuMemory:
 
     total_bytes: int  # as CUDA reports it
     context_bytes: int  # used outside the allocator: the CUDA context, other users
+    backend: str = "cuda"  # torch's: "cuda", "hip", "xpu" or "mps", of which `total_bytes` is the working set
 
     @property
     def usable_bytes(self) -> int:
         """Return the bytes that the allocator can reserve."""
         return max(self.total_bytes - self.context_bytes, 0)
+
+    def compute_limit(self, config: AllocatorConfig) -> int:
+        """Return the bytes that the allocator can reserve with the settings `config`; `UNLIMITED_BYTES` without limit."""
+        if self.backend == "mps":
+            return int(config.mps_high_watermark_ratio * self.total_bytes) or UNLIMITED_BYTES
+        return min(self.usable_bytes, int(config.per_process_memory_fraction * self.total_bytes))
 
     @classmethod
     def of(cls, device: DeviceFacts) -> GpuMemory | None:
@@ -76,11 +86,13 @@ class GpuMemory:
         total, usable = device.total_bytes, device.usable_bytes
         if total is None:
             return None
-        return cls(total, device.context_bytes if usable is None else total - usable)
+        if device.backend == "mps":
+            return cls(total, 0, device.backend)
+        return cls(total, device.context_bytes if usable is None else total - usable, device.backend)
 
 
 def apply_stream_event(
-    trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
+    trace: Trace, allocator: CachingAllocator | MpsAllocator, live: Mapping[int, Block], time: int, event: Event
 ) -> None:
     """Apply `event`, at index `time`, if it concerns the order of streams; `live` has blocks by storage."""
     kind, ref = event
@@ -120,10 +132,15 @@ class TraceReplay:
         counts: bool = True,
     ) -> None:
         self.driver = SimulatedDriver(None) if gpu is None else SimulatedDriver(gpu.total_bytes, gpu.context_bytes)
-        self.allocator = CachingAllocator(
-            self.driver.total_bytes, config, release, self.driver, completion=completion, counts=counts
-        )
-        self.allocator.device = gpu_index(trace.device)
+        self.allocator: CachingAllocator | MpsAllocator
+        if trace.device.startswith("mps"):
+            self.allocator = MpsAllocator(self.driver.total_bytes, config, release)
+        else:
+            self.allocator = CachingAllocator(
+                self.driver.total_bytes, config, release, self.driver, completion=completion, counts=counts
+            )
+            self.allocator.device = gpu_index(trace.device)
+            self.allocator.backend = "cuda" if gpu is None else gpu.backend
         self.trace = trace
         self.timeline = Timeline()
         self.event = 0

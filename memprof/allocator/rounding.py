@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memprof.units import MIB
+from memprof.units import MIB, round_up
 
 MIN_BLOCK = 512  # kMinBlockSize: the size of every block is a multiple
+
+MPS_ALIGNMENT = 256  # of the MPS allocator's buffers, see mps.py
 
 SMALL_SIZE = MIB  # kSmallSize: blocks up to this size (inclusive) come from the small pool
 
@@ -44,6 +46,12 @@ def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
             step = (1 << octave) >> (num_divisions.bit_length() - 1)
             return -(-num_bytes // step) * step
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def round_request(num_bytes: int, device: str) -> int:
+    """Return the bytes of the block for a request of `num_bytes` on `device`, such as "cuda:0" or "mps:0", with default
+    settings."""
+    return round_up(num_bytes, MPS_ALIGNMENT) if device.startswith("mps") else round_size(num_bytes)
 
 
 def segment_size(block_bytes: int, large_segment: int = LARGE_SEGMENT) -> int:

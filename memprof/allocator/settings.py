@@ -33,14 +33,20 @@ class Settings:
 
     @classmethod
     def resolve(
-        cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
+        cls,
+        alloc_conf: str | None,
+        torch: str | None,
+        *,
+        flag: str = "--alloc-conf",
+        environ: Mapping[str, str],
+        device_type: str = "cuda",
     ) -> Settings:
-        """Return the settings of version `torch`: `alloc_conf` if not None, else those in `environ`. Raises UsageError:
-        torch would reject the configuration."""
+        """Return the settings of version `torch`: `alloc_conf` if not None, else those in `environ` for devices of this
+        type. Raises UsageError: torch would reject the configuration."""
         release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
-        return cls(torch, *config_from_environment(environ, release))
+        return cls(torch, *config_from_environment(environ, release, device_type))
 
     @property
     def facts(self) -> AllocatorFacts:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.ledger.ledger import Ledger
 
 
@@ -33,7 +33,9 @@ class Lifetimes:
         """Compute the lifetimes of all storages in the trace of `ledger`."""
         trace = ledger.trace
         self.births, self.deaths = births, deaths = trace.lifetimes()
-        self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
+        self._allocated = [
+            round_request(s.num_bytes, s.device) if s.device == trace.device else 0 for s in trace.storages
+        ]
         self._curve = ledger.allocated
         peak = ledger.peak_event
         # Storages on the GPU that are live at the peak of the run.

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from memprof.allocator import GpuMemory, LiveAllocator, Settings
+from memprof.allocator import AllocatorConfig, GpuMemory, LiveAllocator, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.host import memory_bytes, processor_name
 from memprof.report.export.memory_viz import convert_snapshot
@@ -20,16 +20,19 @@ from memprof.trace.facts import DeviceFacts
 GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
-def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
-    """Return allocator settings from `alloc_conf` or the environment; raise UsageError if torch would refuse them."""
-    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
+def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf", device_type: str = "cuda") -> Settings:
+    """Return allocator settings from `alloc_conf` or the environment, for devices of this type; raise UsageError if
+    torch would refuse them."""
+    return Settings.resolve(
+        alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ, device_type=device_type
+    )
 
 
 class RunAllocator(LiveAllocator):
     """The caching allocator of a virtual GPU during a run: returns memory statistics and snapshots as torch does."""
 
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
-        memory = GpuMemory(gpu.total_bytes, gpu.context_bytes)
+        memory = GpuMemory(gpu.total_bytes, gpu.context_bytes, gpu.backend)
         super().__init__(trace, memory, settings.config, settings.release)
         self._snapshot = functools.partial(convert_to_snapshot, trace, settings.config, memory)
 
@@ -43,10 +46,17 @@ def find_spec_gpu(spec: TargetSpec | RunSpec) -> Gpu:
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
 
 
-def make_device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
-    """Return the facts of a virtual GPU for the report: name, capacity, usable and context bytes."""
+def make_device_facts(
+    gpu: Gpu, host_memory_bytes: int | None = None, config: AllocatorConfig | None = None
+) -> DeviceFacts:
+    """Return the facts of a virtual GPU for the report: name, capacity, usable and context bytes. `config` has the
+    limit of an MPS device."""
     usable_bytes = gpu.total_bytes - gpu.context_bytes
-    return DeviceFacts(gpu.name, gpu.total_bytes, usable_bytes, gpu.context_bytes, host_memory_bytes)
+    if gpu.backend == "mps":
+        usable_bytes = GpuMemory(gpu.total_bytes, 0, "mps").compute_limit(config or AllocatorConfig())
+    return DeviceFacts(
+        gpu.name, gpu.total_bytes, usable_bytes, gpu.context_bytes, host_memory_bytes, gpu.backend, gpu.unified_bytes
+    )
 
 
 def read_device_facts(device_name: str) -> DeviceFacts:

@@ -48,7 +48,7 @@ def check_inputs(spec: TargetSpec) -> None:
     """Raise UsageError if `spec` names a GPU, allocator settings, a model, lengths or a plan that do not exist, or do
     not go together. Imports no torch: what a search finds wrong only in its first run, the user learns at once."""
     find_spec_gpu(spec)
-    resolve_settings(spec.alloc_conf)
+    resolve_settings(spec.alloc_conf, device_type=find_spec_gpu(spec).device_type)
     source = find_source_without_imports(spec)
     if spec.lengths is not None:
         parse_lengths(spec.lengths)
@@ -75,9 +75,10 @@ def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda _: 
 
 def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     gpu = find_spec_gpu(spec)
-    device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
+    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf, device_type=gpu.device_type))
+    is_virtual, config = spec.device == "virtual", current_settings.now.config
+    device = make_device_facts(gpu, config=config) if is_virtual else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
-    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
     # Of later runs of a search nothing is imported any more.
     is_imported = {"torch", "transformers"} <= sys.modules.keys()
     progress("building the model" if is_imported else "importing torch and the model's code")

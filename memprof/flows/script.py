@@ -102,7 +102,7 @@ def capture_run(
 
     gpu, is_virtual = find_spec_gpu(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
-    settings = _LateSettings(spec.alloc_conf)
+    settings = _LateSettings(spec.alloc_conf, gpu.device_type)
     script_fixes = ScriptFixes(spec.fixes)
     settings.add_fix_settings(script_fixes.alloc_conf)
     if is_virtual:
@@ -122,7 +122,6 @@ def capture_run(
             compiles=not spec.no_compile,
             extensions=extensions(stubs=not spec.no_stubs),
         )
-        device_facts = make_device_facts(gpu)
     else:
         device_facts = read_device_facts(spec.device)
         device = MeasuredDevice(spec.device, NvmlUse() if spec.device == "cuda" else None, detail=spec.detail)
@@ -138,6 +137,8 @@ def capture_run(
     rank_facts = trace.facts.rank
     if channel is not None:
         rank_facts = dataclasses.replace(rank_facts or RankFacts(), rank=channel.rank, world_size=channel.size)
+    if is_virtual:  # after the run, for the script may set the limit of MPS
+        device_facts = make_device_facts(gpu, config=settings.read().config)
     trace.facts = dataclasses.replace(
         trace.facts,
         command="run",
@@ -187,8 +188,9 @@ def _list_backward_steps(trace: Trace) -> list[int]:
 class _LateSettings(CurrentSettings):
     """Allocator settings of a script, which may set PYTORCH_CUDA_ALLOC_CONF until its first allocation."""
 
-    def __init__(self, alloc_conf: str | None) -> None:
-        super().__init__(resolve_settings(alloc_conf))
+    def __init__(self, alloc_conf: str | None, device_type: str) -> None:
+        super().__init__(resolve_settings(alloc_conf, device_type=device_type))
+        self._device_type = device_type
         self._is_unread = alloc_conf is None
         self._fix_settings = ""
         self._environment = dict(os.environ)
@@ -207,7 +209,7 @@ class _LateSettings(CurrentSettings):
     def read(self) -> Settings:
         """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
-            self.now = resolve_settings(None)
+            self.now = resolve_settings(None, device_type=self._device_type)
             if self._fix_settings:
                 super().set(",".join(filter(None, (self.get(), self._fix_settings))))
         self._is_unread = False

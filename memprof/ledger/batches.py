@@ -90,7 +90,7 @@ def _build_from_steps(
     )
     settings = [_summarize("baseline", reserved_peaks)]
     if run.rounds:
-        if not run.config.expandable_segments and run.release.has_expandable_segments:
+        if not run.config.expandable_segments and run.has_expandable_segments:
             expandable = dataclasses.replace(run.config, expandable_segments=True)
             settings.append(_summarize(EXPANDABLE_SEGMENTS, _replay_step_peaks(run, spans, expandable)))
         settings.append(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memprof.allocator.on_gpu import GpuReplay, replay_on_gpu
 from memprof.allocator.replay import FirstOom
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, build_stages
@@ -215,7 +215,8 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
             LiveTensor(
                 num_bytes=storage.num_bytes,
                 count=len(indices),
-                allocated_bytes=len(indices) * (round_size(storage.num_bytes) if run.rounds else storage.num_bytes),
+                allocated_bytes=len(indices)
+                * (round_request(storage.num_bytes, storage.device) if run.rounds else storage.num_bytes),
                 shape=storage.shape,
                 dtype=storage.dtype,
                 category=categories[indices[0]],

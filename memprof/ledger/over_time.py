@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import Ledger
 from memprof.trace.events import NONE, EventKind
@@ -80,7 +80,7 @@ def sum_by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, li
             storage = storages[ref]
             num_bytes = storage.num_bytes
             if num_bytes and storage.device == device and ref not in failed_storages:
-                size = sizes[ref] = round_size(num_bytes) if rounds else num_bytes
+                size = sizes[ref] = round_request(num_bytes, device) if rounds else num_bytes
                 category = categories[ref]
                 tensor_bytes += size
                 category_bytes = current[category] = current.get(category, 0) + size

@@ -7,7 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.trace.events import Event, EventKind, Trace
 
 
@@ -30,7 +30,9 @@ def resize(trace: Trace, sizes: Mapping[int, int]) -> Trace:
 
 def compute_allocated_peak(trace: Trace) -> int:
     """Return the most bytes of blocks that are allocated at once, without a replay of segments."""
-    sizes = [round_size(s.num_bytes) if s.num_bytes and s.device == trace.device else 0 for s in trace.storages]
+    sizes = [
+        round_request(s.num_bytes, s.device) if s.num_bytes and s.device == trace.device else 0 for s in trace.storages
+    ]
     live: set[int] = set()
     allocated = peak = 0
     alloc, free = EventKind.ALLOC, EventKind.FREE  # as local names, which halve the time

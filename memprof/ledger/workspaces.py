@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.trace.events import Trace
 from memprof.trace.json_values import json_name
 
@@ -34,6 +34,9 @@ class Workspaces:
         return cls(
             workspace_bytes.get(peak_event, 0),
             max((num_bytes for event, num_bytes in enumerate(allocated) if event not in workspace_bytes), default=0),
-            max(allocated[peak_event], *(allocated[call.event - 1] + round_size(call.most_bytes) for call in calls)),
+            max(
+                allocated[peak_event],
+                *(allocated[call.event - 1] + round_request(call.most_bytes, call.device) for call in calls),
+            ),
             len(failed_storages & trace.optional_storages()),
         )

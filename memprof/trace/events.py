@@ -19,7 +19,9 @@ from memprof.trace.json_values import json_name
 
 NONE = -1  # an index that points nowhere: no module, no source, no forward event
 
-GPU = "cuda:0"  # the device whose memory is profiled; of several GPUs, the first
+GPU = "cuda:0"  # the device whose memory is profiled unless the trace says another; of several GPUs, the first
+
+GPU_TYPES = ("cuda", "mps", "xpu")  # torch's types of devices that are GPUs; ROCm's are "cuda" too
 
 HOST = "cpu"
 
@@ -27,13 +29,13 @@ CPU = "cpu:0"  # the device of a run that is measured on the CPU. What belongs t
 
 
 def is_gpu(device: str) -> bool:
-    """Return whether `device` is a GPU, such as "cuda:0"."""
-    return device.startswith("cuda")
+    """Return whether `device` is a GPU, such as "cuda:0" or "mps:0"."""
+    return device.startswith(GPU_TYPES)
 
 
 def gpu_index(device: str) -> int:
     """Return the index of a GPU: 1 for `cuda:1`."""
-    return int(device.removeprefix("cuda:"))
+    return int(device.partition(":")[2])
 
 
 class EventKind(enum.IntEnum):

@@ -114,7 +114,7 @@ class ShardedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFacts:
+class DeviceFacts(JsonValue):
     """The device of a run; None: unknown."""
 
     name: str = "a GPU"
@@ -123,6 +123,15 @@ class DeviceFacts:
     usable_bytes: int | None = None
     context_bytes: int = 0  # Of the CUDA context; 0 on a CPU.
     host_memory_bytes: int | None = None  # Memory of the host, where its limit counts (`--host-memory`).
+    backend: str = "cuda"  # torch's: "cuda", "hip" (ROCm), "mps" or "xpu".
+    # Memory that the GPU shares with the host; None: the GPU has its own. Of "mps", `total_bytes` is the working set
+    # that Metal recommends, and `usable_bytes` the limit above which allocations fail.
+    unified_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as plain JSON values; without those that a GPU of CUDA with its own memory has not."""
+        values = super(DeviceFacts, self).to_json()
+        return {k: v for k, v in values.items() if (k, v) not in (("backend", "cuda"), ("unified_bytes", None))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ CAPTURE = FileKind("capture", "--save", lambda begin, end: _is_capture(begin))
 # Tables as long as the run: they are read row by row, without a type check of each value.
 _LONG_TABLES = ("events", "storages", "last_uses", "owners", "callers", "work", "times", "others")
 _MEMORY_PER_BYTE = 25  # bytes of memory per byte of JSON, at most: an empty list (3 bytes of JSON) takes 64
-_DEVICE = re.compile(r"cuda:[0-9]{1,4}|cpu:0")
+_DEVICE = re.compile(r"(?:cuda|mps|xpu):[0-9]{1,4}|cpu:0")
 _CAPTURE_HINT = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.trace.events import HOST, Operand
+from memprof.trace.events import HOST, Operand, is_gpu
 
 # Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure in
 # c10), and says which one differs.
@@ -34,8 +34,8 @@ def format_mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
 def find_misplaced_operand(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
     """Return the operand on the wrong device (a host tensor, if there is one), and one on the right device."""
     # A 0-dimensional host tensor may be mixed with GPU tensors: another host tensor is the wrong one, if there is one.
-    host_operands = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
-    gpu_operands = [o for o in operands if o.device.startswith("cuda")]
+    host_operands = sorted((o for o in operands if not is_gpu(o.device)), key=lambda o: not o.shape)
+    gpu_operands = [o for o in operands if is_gpu(o.device)]
     if host_operands and gpu_operands:
         return host_operands[0], gpu_operands[0]
     first_operand = operands[0]

@@ -1,6 +1,6 @@
-"""Autocast on the virtual GPU: CUDA's lists of operators and its cache of cast weights, for torch functions.
+"""Autocast on the virtual GPU: torch's lists of operators and its cache of cast weights, for torch functions.
 
-torch's own autocast casts only tensors on CUDA, and ignores meta tensors. Here the function mode casts the
+torch's own autocast casts only tensors on the device, and ignores meta tensors. Here the function mode casts the
 arguments of a call before the call, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
 can autocast to ..."); torch's dispatcher says which operators of the lists this release has.
 
@@ -73,19 +73,21 @@ POLICIES = {
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def find_autocast_operators() -> frozenset[str]:
-    """Return the names of the operators that this torch release autocasts on CUDA."""
+def find_autocast_operators(device_type: str = "cuda") -> frozenset[str]:
+    """Return the names of the operators that this torch release autocasts on devices of this type."""
+    key = f"Autocast{device_type.upper()}"
     return frozenset(
         name.removeprefix("aten::").partition(".")[0]
         for name in dispatch.dispatch_get_all_op_names()
-        if name.startswith("aten::") and dispatch.dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        if name.startswith("aten::") and dispatch.dispatch_has_kernel_for_dispatch_key(name, key)
     )
 
 
 class Autocast:
-    """Casts of the arguments of torch functions under `torch.autocast("cuda")`."""
+    """Casts of the arguments of torch functions under `torch.autocast` for the GPU's device type."""
 
-    def __init__(self, is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, device_type: str, is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+        self._device_type = device_type
         self._is_on_gpu = is_on_gpu
         self._autocast_operators: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
@@ -102,7 +104,7 @@ class Autocast:
         self._cache.clear()
 
     def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with which CUDA's autocast would call `func`."""
+        """Return the arguments with which torch's autocast would call `func`."""
         if func not in self._policies:
             self._policies[func] = self._find_policy(func)
         policy = self._policies[func]
@@ -116,7 +118,7 @@ class Autocast:
                 return args, kwargs
             policy = _LOWER_PRECISION
         if policy is _LOWER_PRECISION:
-            return self.cast_to(args, kwargs, torch.get_autocast_dtype("cuda"))
+            return self.cast_to(args, kwargs, torch.get_autocast_dtype(self._device_type))
         if policy is _FLOAT32:
             return self.cast_to(args, kwargs, torch.float32)
         if policy is _FLOAT32_RESULT:
@@ -138,7 +140,7 @@ class Autocast:
         if name in _COMPOSITE_POLICIES:
             return _COMPOSITE_POLICIES[name]
         if self._autocast_operators is None:
-            self._autocast_operators = find_autocast_operators()
+            self._autocast_operators = find_autocast_operators(self._device_type)
         return POLICIES.get(name) if name in self._autocast_operators else None
 
     def _find_widest_dtype(self, args: Any, kwargs: Any) -> torch.dtype:
@@ -147,7 +149,7 @@ class Autocast:
         Raises:
             RuntimeError: an argument has another half-precision dtype than the autocast region.
         """
-        widest = region_dtype = torch.get_autocast_dtype("cuda")
+        widest = region_dtype = torch.get_autocast_dtype(self._device_type)
         for tensor in tree_leaves((args, kwargs)):
             if not self._is_castable(tensor) or widest is torch.float32:
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import HOST, gpu_index, is_gpu
+from memprof.trace.events import GPU_TYPES, HOST, gpu_index, is_gpu
 from memprof.virtual.device_state import DeviceState
 from memprof.watch.wrappers import has_memory, unwrap
 
@@ -25,7 +25,10 @@ class DeviceAnswers:
         """Return the handlers of the function mode: torch function -> replacement."""
         return {
             torch.Tensor.device.__get__: self.get_device,  # type: ignore[attr-defined]
-            torch.Tensor.is_cuda.__get__: lambda tensor: is_gpu(self.get_device_name(tensor)),  # type: ignore[attr-defined]
+            **{
+                getattr(torch.Tensor, f"is_{gpu_type}").__get__: functools.partial(self._is_on, gpu_type)
+                for gpu_type in GPU_TYPES
+            },
             torch.Tensor.is_cpu.__get__: lambda tensor: self.get_device_name(tensor) == HOST,  # type: ignore[attr-defined]
             torch.Tensor.is_meta.__get__: lambda tensor: self.get_device_name(tensor) == "meta",  # type: ignore[attr-defined]
             torch.Tensor.get_device: self._get_device_index,
@@ -44,6 +47,9 @@ class DeviceAnswers:
                 return tensor.device
             name = self._device_state.device_of(tensor)
         return _make_device(name)
+
+    def _is_on(self, gpu_type: str, tensor: torch.Tensor) -> bool:
+        return self.get_device_name(tensor).startswith(gpu_type)
 
     def _get_device_index(self, tensor: torch.Tensor) -> int:
         device = self.get_device_name(tensor)

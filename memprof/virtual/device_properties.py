@@ -46,9 +46,10 @@ class DeviceProperties:
     num_sms: int
     threads_per_sm: int
     release: tuple[int, int]
+    device_type: str = "cuda"
 
     @classmethod
     def from_gpu(cls, gpu: Gpu) -> DeviceProperties:
         """Return the properties of `gpu` under the installed torch release."""
         capability = gpu.compute_capability
-        return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release())
+        return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release(), gpu.device_type)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private.dispatch import TorchDispatchMode
-from memprof.trace.events import GPU, HOST, Workspace, is_gpu
+from memprof.trace.events import HOST, Workspace, is_gpu
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.flops import Meter
@@ -158,11 +158,11 @@ class DeviceState(TorchDispatchMode):
             self.values.store.drop(storage._cdata)
         if storage.nbytes():
             storages.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", site)
-        elif device != GPU:
+        elif device != self.gpus.first:
             storages.device_by_empty_storage[storage] = device
 
     def hold_scratch(
-        self, sizes: Iterable[int], op: str, site: CallSite, device: str = GPU
+        self, sizes: Iterable[int], op: str, site: CallSite, device: str
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager: hold scratch memory of these `sizes` in bytes on a GPU; sizes of 0 are ignored."""
         nonzero_sizes = [size for size in sizes if size]
@@ -176,7 +176,7 @@ class DeviceState(TorchDispatchMode):
                 stack.callback(storages.free_without_tensor, storages.allocate_without_tensor(size, op, site, device))
             yield
 
-    def allocate_transients(self, sizes: Iterable[int], op: str, site: CallSite, device: str = GPU) -> None:
+    def allocate_transients(self, sizes: Iterable[int], op: str, site: CallSite, device: str) -> None:
         """Allocate temporary buffers of a kernel, of `sizes` in bytes, one after the other; then free all of them."""
         with self.hold_scratch(sizes, op, site, device):
             pass

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import distributed
-from memprof.trace.events import GPU, HOST, Work, is_gpu
+from memprof.trace.events import HOST, Work, is_gpu
 from memprof.virtual.operator_call import OVERWRITES, OperatorCall, OpInfo, OpKind, find_tensors
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import get_sparse_parts
@@ -49,7 +49,7 @@ class Meter:
         try:
             # The key does not have the devices; few calls are on the host, and a copy goes in either direction.
             key: Any = tuple(call.key)
-            if call.on_host or call.gpu != GPU:
+            if call.on_host or call.gpu != self._recorder.trace.device:
                 key = (call.gpu, call.on_gpu and self._device_of(call.tensors[0]), *key)
             index = self._index_by_key.get(key, -1)
         except TypeError:  # an unhashable argument
@@ -106,7 +106,11 @@ class Meter:
                 return operator.name, gpu, _dtype(copy), 0, 0, to_gpu, copied_bytes - to_gpu, 0
         if call.func.namespace == COLLECTIVES:
             sent = _count_sent_bytes(call)
-            return None if not sent else (operator.name, device or GPU, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)
+            return (
+                None
+                if not sent
+                else (operator.name, device or self._recorder.trace.device, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)
+            )
         if device is None or device == "meta" or operator.packet in _ACCESSES_NO_MEMORY:
             return None
         if operator.kind is OpKind.IN_PLACE and operator.packet not in OVERWRITES:

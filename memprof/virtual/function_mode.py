@@ -1,8 +1,8 @@
-"""The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
+"""The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for the GPU to meta.
 
-Property reads (`t.device`, `t.is_cuda`) return the device that the program believes in. Device arguments that name CUDA
-become meta, and the dispatch mode receives the requested device. Composite functions, in which C++ chooses by device
-before a dispatch mode sees the call, have replacements in kernels/.
+Property reads (`t.device`, `t.is_cuda`) return the device that the program believes in. Device arguments that name the
+GPU ("cuda"; of other GPUs "mps" or "xpu") become meta, and the dispatch mode receives the requested device. Composite
+functions, in which C++ chooses by device before a dispatch mode sees the call, have replacements in kernels/.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class FunctionMode(MemprofFunctionMode):
 
     def __init__(self, device_state: DeviceState) -> None:
         super().__init__()
-        self._device_state = device_state
+        self._device_state, self._gpu_type = device_state, device_state.gpus.type
         self.device_answers = answers = DeviceAnswers(device_state)
         moves = Moves(device_state, answers, self, self._run)
         self.host_kinds = moves.host_kinds
         self._mixed_devices = mixed = MixedDevices(device_state, answers.get_device_name, moves.to, self.host_kinds)
-        self.autocast = Autocast(device_state.is_on_gpu)
+        self.autocast = Autocast(device_state.gpus.type, device_state.is_on_gpu)
         self.interchange = Interchange(device_state, moves.to, self)
         read_values, mark_pinned = self.interchange.read_values, self.interchange.mark_pinned
         self.assignments = Assignments(device_state, answers, moves.to, mixed, self.host_kinds, read_values)
@@ -88,7 +88,7 @@ class FunctionMode(MemprofFunctionMode):
                         return result
                 if subclasses:
                     return func(*args, **(kwargs or {}))  # the subclass refuses again, with torch's error
-            if torch.is_autocast_enabled("cuda"):
+            if torch.is_autocast_enabled(self._gpu_type):
                 args, kwargs = self.autocast.cast(func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is not None:
@@ -108,7 +108,7 @@ class FunctionMode(MemprofFunctionMode):
                 device = _default_device.CURRENT_DEVICE
             if device is not None:
                 target = torch.device(device) if isinstance(device, str) else device
-                if isinstance(target, int) or target.type == "cuda":
+                if isinstance(target, int) or target.type == self._gpu_type:
                     kwargs = {**(kwargs or {}), "device": _META}
                     for name in ("pin_memory", "generator"):  # meta tensors accept neither
                         kwargs.pop(name, None)
@@ -122,7 +122,7 @@ class FunctionMode(MemprofFunctionMode):
                             )
                     return result
             for index, arg in enumerate(args):
-                if type(arg) is torch.device and arg.type == "cuda":
+                if type(arg) is torch.device and arg.type == self._gpu_type:
                     gpu = self._device_state.gpus.get_name(arg)
                     return self._call_on(gpu, func, (*args[:index], _META, *args[index + 1 :]), kwargs or {})
             if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].requires_grad and is_in_place(func):
@@ -182,11 +182,11 @@ class FunctionMode(MemprofFunctionMode):
             self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._run_float32, operator)
 
     def _run_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled("cuda"):
+        if not torch.is_autocast_enabled(self._gpu_type):
             return self._run(operator, args, kwargs)
         dtype = find_tensors([*args, *kwargs.values()])[0].dtype
         args, kwargs = self.autocast.cast_to(args, kwargs, torch.float32)
-        with self, torch.autocast("cuda", enabled=False):
+        with self, torch.autocast(self._gpu_type, enabled=False):
             result = operator(*args, **kwargs)
             is_tuple = isinstance(result, tuple)
             outputs = tuple(t.to(dtype) if t.is_floating_point() or is_tuple else t for t in find_tensors(result))

@@ -33,13 +33,17 @@ from memprof.watch.updates import UpdateDetector
 from memprof.watch.watch import Watch
 from memprof.watch.wrappers import get_quantized_parts
 
-# Packages with the extensions of every virtual GPU.
-_FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("cuda_api", "integrations", "distributed", "compiled"))
+# Packages with the extensions of every virtual GPU; "cuda_api", "mps_api" or "xpu_api" is another, by its device type.
+_FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("integrations", "distributed", "compiled"))
+_UNKNOWN_KERNELS = (
+    "Operators of {0} make the tensors that CUDA's make; what its kernels take beside tensors, and its driver, is not "
+    "known and not counted."
+)
 _active: VirtualGpu | None = None
 
 
 class VirtualGpu(Watch):
-    """Context manager: `cuda:0` is a virtual GPU, and every allocation on it is recorded.
+    """Context manager: `cuda:0` (`mps:0`, `xpu:0`) is a virtual GPU, and every allocation on it is recorded.
 
     Args:
         gpu: the model of the simulated GPU.
@@ -50,13 +54,16 @@ class VirtualGpu(Watch):
         MemprofError: a virtual GPU is already active.
     """
 
-    name = "cuda"  # device of the program's tensors, as the program names it
     advice_if_active = "leave it before entering another"  # advice for a program that enters another virtual GPU
 
     def __init__(self, gpu: Gpu, *, extensions: Sequence[Extension] = (), **options: Any) -> None:
         super().__init__()
         self.gpu = gpu
+        self.name = gpu.device_type  # device of the program's tensors, as the program names it
         gpu_options = GpuOptions(**options)
+        if self.name != "cuda":  # whose kernels are not known: what they take beside tensors is CUDA's
+            gpu_options = dataclasses.replace(gpu_options, tensors_only=True, compiles=False)
+            self.assume(_UNKNOWN_KERNELS.format(self.name))
         self.recorder = Recorder(self.modules)
         self.recorder.storages.records_tensorless_memory = not gpu_options.tensors_only
         if gpu_options.records_callers:
@@ -67,7 +74,10 @@ class VirtualGpu(Watch):
         # Source lines that have read an unknown value -> whether the line only prints the value.
         self._is_display_line: dict[int, bool] = {}
         self._kept_memory = KeptMemoryWatch(self.recorder, self.phases)
-        self._extensions = [*(extension_class() for extension_class in find_extensions(*_FOLDERS)), *extensions]
+        self._extensions = [
+            *(extension_class() for extension_class in find_extensions(f"memprof.virtual.{self.name}_api", *_FOLDERS)),
+            *extensions,
+        ]
         self._unsupported: Failure | None = None
         self._num_described_models = 0  # number of models whose distribution over ranks is noted
         self._context = InstallContext(
@@ -80,6 +90,7 @@ class VirtualGpu(Watch):
             on_unsupported=self._record_unsupported,
             leave_in_child=self._leave_in_child,
         )
+        self.recorder.trace.device = self._context.gpus.first
         if gpu_options.raises_oom:
             self.recorder.storages.find_oom_message = self._oom_message
             self.recorder.storages.on_out_of_memory = self._record_out_of_memory

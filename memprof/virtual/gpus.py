@@ -9,7 +9,7 @@ import torch
 
 from memprof.errors import UsageError
 from memprof.torch_private import autograd
-from memprof.trace.events import GPU, HOST, is_gpu
+from memprof.trace.events import HOST, is_gpu
 
 _MAX_GPUS = 120  # C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux
 # c10/cuda/CUDAException.cpp.
@@ -27,6 +27,7 @@ class Gpus:
 
     Args:
         num_gpus: the number of GPUs.
+        device_type: torch's type of the devices: "cuda", "mps" or "xpu".
         is_used_by_device: device -> whether the program has used the GPU, other than by a tensor; updated here.
         are_peers: whether the GPUs read each other's memory.
 
@@ -34,7 +35,9 @@ class Gpus:
         UsageError: the number exceeds torch's maximum.
     """
 
-    def __init__(self, num_gpus: int, is_used_by_device: dict[str, bool], *, are_peers: bool = False) -> None:
+    def __init__(
+        self, num_gpus: int, device_type: str, is_used_by_device: dict[str, bool], *, are_peers: bool = False
+    ) -> None:
         if num_gpus > _MAX_GPUS:
             hint = f"at most {_MAX_GPUS} on a machine; --nodes says how many machines, world_size how many ranks"
             raise UsageError("torch takes fewer GPUs of one machine", value=f"{num_gpus:,} GPUs", hint=hint)
@@ -42,7 +45,9 @@ class Gpus:
         self.has_several = num_gpus > 1
         self.are_peers = are_peers
         self._current = _CurrentGpu()
-        self.devices = tuple(f"cuda:{index}" for index in range(num_gpus))
+        self.type = device_type
+        self.devices = tuple(f"{device_type}:{index}" for index in range(num_gpus))
+        self.first = self.devices[0]
         self._is_used_by_device = is_used_by_device
         if self.has_several:
             is_used_by_device.update(dict.fromkeys(self.devices, False))
@@ -72,7 +77,7 @@ class Gpus:
 
     def get_name(self, device: Any = None) -> str:
         """Return the name of the GPU `device`, such as "cuda:0"."""
-        return self.devices[self.index(device)] if self.has_several else GPU
+        return self.devices[self.index(device)] if self.has_several else self.first
 
     def mark_used(self, device: Any = None) -> int:
         """Return the index of the GPU `device`, and mark the GPU as used: it has a CUDA context from now on."""

@@ -242,7 +242,7 @@ class HostKinds:
             return result
         if is_gpu(expected.device) != is_gpu(actual.device):
             old_type, new_type = (
-                get_legacy_name(tensor.dtype, on_gpu=is_gpu(placement.device))
+                get_legacy_name(tensor.dtype, placement.device)
                 for tensor, placement in ((gradient, expected), (result, actual))
             )
             raise RuntimeError(f"hook '{name}' has changed the type of value (was {old_type} got {new_type})")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU, NONE
+from memprof.trace.events import NONE
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.operator_call import (
     MOVES_STORAGE,
@@ -149,7 +149,7 @@ def _record_growth(device_state: DeviceState, tensor: torch.Tensor, operator: Op
     storage, storages = tensor.untyped_storage(), device_state.recorder.storages
     index = storages.index_by_address.get(storage._cdata)
     device = (
-        storages.device_by_empty_storage.get(storage, GPU)
+        storages.device_by_empty_storage.get(storage, device_state.gpus.first)
         if index is None
         else device_state.recorder.trace.storages[index].device
     )

@@ -91,7 +91,7 @@ class InstallContext:
         self.gpu, self.options, self.run_patches = gpu, options, run_patches
         self.assume, self.on_unsupported, self.leave_in_child = assume, on_unsupported, leave_in_child
         # GeForce GPUs do not read each other's memory: NVIDIA's driver disables peer access.
-        self.gpus = Gpus(options.gpus, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
+        self.gpus = Gpus(options.gpus, gpu.device_type, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.dispatch_mode = DispatchMode(
             recorder, self.values, DeviceProperties.from_gpu(gpu), self.gpus, options.workspaces

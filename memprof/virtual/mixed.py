@@ -118,7 +118,7 @@ class MixedDevices:
     def _to_gpu(self, value: Any, reference: Any, with_scalars: bool = False) -> Any:
         """Return `value` with its host tensors moved by autograd operations to the GPU of the first GPU tensor in
         `reference`; if `with_scalars`, 0-dimensional tensors too."""
-        gpu = next(filter(is_gpu, map(self._locate, find_tensors(reference))), "cuda")
+        gpu = next(filter(is_gpu, map(self._locate, find_tensors(reference))), self._device_state.gpus.first)
 
         def move_item(item: Any) -> Any:
             if isinstance(item, torch.Tensor) and (with_scalars or item.dim()) and self._locate(item) == HOST:

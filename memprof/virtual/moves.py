@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ class Moves:
     def __init__(
         self, device_state: DeviceState, answers: DeviceAnswers, mode: TorchFunctionMode, run: Callable[..., Any]
     ) -> None:
-        self._device_state = device_state
+        self._device_state, self._gpu_type = device_state, device_state.gpus.type
         self._device_name = answers.get_device_name
         self._get_device = answers.get_device
         self._mode = mode
@@ -36,18 +37,19 @@ class Moves:
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return the handlers of the function mode: torch function -> replacement."""
         return {
-            kernels.parse_to: _parse_to,
+            kernels.parse_to: self._parse_to,
             torch.Tensor.type: self._type,
             torch.Tensor.to: self.to,
             torch.Tensor.type_as: self.to,
-            torch.Tensor.cuda: self._to_cuda,
+            torch.Tensor.cuda: functools.partial(self._to_gpu, "cuda"),
+            torch.Tensor.xpu: functools.partial(self._to_gpu, "xpu"),
             torch.Tensor.cpu: self._to_cpu,
             torch.Tensor.copy_: self._copy_,
         }
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            return get_legacy_name(tensor.dtype, on_gpu=is_gpu(self._device_name(tensor)))
+            return get_legacy_name(tensor.dtype, self._device_name(tensor))
         legacy_type = parse_legacy_type(dtype)
         return torch.Tensor.type(tensor, dtype, non_blocking) if legacy_type is None else self.to(tensor, *legacy_type)
 
@@ -64,7 +66,7 @@ class Moves:
             # Two flags by position are non_blocking and copy; torch's parser ignores the second.
             has_flags = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
             copy = args[-1] if has_flags else bool(kwargs.get("copy", False))
-            device, dtype, non_blocking, memory_format = _parse_to(
+            device, dtype, non_blocking, memory_format = self._parse_to(
                 *(args[:-1] if has_flags else args), **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             options = {"memory_format": memory_format} if memory_format is not None else {}
@@ -72,8 +74,9 @@ class Moves:
         if device is None:
             target = source
         else:
-            other = "meta" if device.type == "meta" else HOST
-            target = self._device_state.gpus.get_name(device) if device.type == "cuda" else other
+            target = self._device_state.gpus.get_name(device) if device.type == self._gpu_type else device.type
+            if target not in (HOST, "meta", *self._device_state.gpus.devices):
+                torch.empty(0, device=device)  # raises torch's error for a device that the machine lacks
         dtype = dtype or tensor.dtype
         if target == source and dtype == tensor.dtype and not copy and not options.get("memory_format"):
             return tensor
@@ -94,8 +97,11 @@ class Moves:
             copy.grad_fn.register_hook(self._make_gradient_hook(source))
         return copy
 
-    def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        return self.to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, **kwargs)
+    def _to_gpu(
+        self, device_type: str, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
+        target = torch.device(device_type, device) if isinstance(device, int) else device or device_type
+        return self.to(tensor, target, non_blocking=non_blocking, **kwargs)
 
     def _make_gradient_hook(self, device: str) -> Callable[..., Any]:
         """Return a backward hook for a copy between devices, which moves the gradient to `device`, the source of the
@@ -138,11 +144,10 @@ class Moves:
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self.to(tensor, _CPU, **kwargs)
 
-
-def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Return the parsed arguments of `Tensor.to`; an integer device is a CUDA device index."""
-    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
-        args = (torch.device("cuda", args[0]), *args[1:])
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = torch.device("cuda", kwargs["device"])
-    return kernels.parse_to(*args, **kwargs)
+    def _parse_to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parsed arguments of `Tensor.to`; an integer device is the index of a GPU."""
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (torch.device(self._gpu_type, args[0]), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = torch.device(self._gpu_type, kwargs["device"])
+        return kernels.parse_to(*args, **kwargs)

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from memprof.torch_private.pytree import tree_map_only
-from memprof.trace.events import GPU, HOST, is_gpu
+from memprof.trace.events import HOST, is_gpu
 from memprof.virtual import shapes
 from memprof.virtual.device_rules import accepts_host_scalars
+from memprof.virtual.gpus import Gpus
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
@@ -73,6 +74,7 @@ class DeviceTable(Protocol):
     """Table of the simulated devices of tensors."""
 
     recorder: Recorder
+    gpus: Gpus
 
     def device_of(self, tensor: torch.Tensor) -> str:
         """Return the name of the simulated device of `tensor`, such as "cuda:0"."""
@@ -88,7 +90,7 @@ class OperatorCall:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, devices: DeviceTable) -> None:
         self.func = func
-        self.gpu = GPU  # GPU of the call if any of its tensors is on a GPU: that of the first tensor
+        self.gpu = devices.gpus.first  # GPU of the call if any of its tensors is on a GPU: that of the first tensor
         self.set_arguments(args, kwargs, devices)
 
     def set_arguments(self, args: Any, kwargs: Any, devices: DeviceTable) -> None:

@@ -21,6 +21,9 @@ _NUM_PRIORITIES = 4
 # (GPU index, priority) -> counter of the streams made.
 _COUNTERS: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
 _stream_record = Streams(Trace())  # record of the waits of the current run
+_functions: Any = (
+    None  # `GpuFunctions` (gpu_functions.py): the current run's functions of the current device and stream
+)
 
 
 class _FinishedWork:
@@ -34,7 +37,7 @@ class _FinishedWork:
 
     def __init__(self, device: Any = None) -> None:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
-        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.device = torch.device(_functions.gpus.get_name(_functions.current_device() if index is None else index))
 
     def _get_work_clock(self) -> Clock:
         """Return, for each stream, the time of the last operation that a wait on this object has to await."""
@@ -48,7 +51,7 @@ class _FinishedWork:
         _stream_record.record_wait(self._get_work_clock(), None)
 
     def wait(self, stream: Any = None) -> None:
-        waiting_stream = torch.cuda.current_stream(self.device) if stream is None else stream
+        waiting_stream = _functions.current_stream(self.device) if stream is None else stream
         _stream_record.record_wait(self._get_work_clock(), _get_stream_key(waiting_stream))
 
 
@@ -70,14 +73,14 @@ class TorchStream(_FinishedWork):
         self._outer_streams: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._outer_streams.append((torch.cuda.current_stream(self.device), torch.cuda.current_stream()))
+        self._outer_streams.append((_functions.current_stream(self.device), _functions.current_stream()))
         this: Any = self
-        torch.cuda.set_stream(this)
+        _functions.set_stream(this)
         return this
 
     def __exit__(self, *exc: object) -> None:
         for stream in self._outer_streams.pop():
-            torch.cuda.set_stream(stream)
+            _functions.set_stream(stream)
 
     def __eq__(self, other: object) -> bool:
         """Return whether `other` is the same stream of the same pool."""
@@ -95,7 +98,7 @@ class TorchStream(_FinishedWork):
 
     def record_event(self, event: Any = None) -> Any:
         """Record `event`, or a new event, on this stream; return the event."""
-        event = CudaEvent() if event is None else event
+        event = GpuEvent() if event is None else event
         event.record(self)
         return event
 
@@ -121,7 +124,7 @@ class TorchEvent(_FinishedWork):
 
     def record(self, stream: Any = None) -> None:
         """Record the event after the work submitted so far to `stream`, by default the current stream."""
-        source_stream: Any = torch.cuda.current_stream() if stream is None else stream
+        source_stream: Any = _functions.current_stream() if stream is None else stream
         self._recorded_clock = source_stream._get_work_clock()
 
     def elapsed_time(self, other: Any) -> float:
@@ -133,15 +136,15 @@ class TorchEvent(_FinishedWork):
         return bytes(64)
 
 
-class CudaStream(TorchStream):
+class GpuStream(TorchStream):
     """A replacement of `torch.cuda.Stream`."""
 
 
-class CudaEvent(TorchEvent):
+class GpuEvent(TorchEvent):
     """A replacement of `torch.cuda.Event`."""
 
 
-class ExternalStream(CudaStream):
+class ExternalStream(GpuStream):
     """A replacement of `torch.cuda.ExternalStream`, a stream that another library created."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
@@ -152,14 +155,16 @@ def _get_stream_key(stream: Any) -> tuple[str, int]:
     return str(stream.device), stream.stream_id
 
 
-def patches(stream_record: Streams) -> Iterator[tuple[Any, str, Any]]:
+def patches(stream_record: Streams, functions: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield patches (owner, name, replacement) of the stream and event classes; `stream_record` records the waits."""
-    global _stream_record
-    _stream_record = stream_record
+    global _stream_record, _functions
+    _stream_record, _functions = stream_record, functions
     _COUNTERS.clear()
     yield torch, "Stream", TorchStream
     yield torch, "Event", TorchEvent
-    for owner in (torch.cuda, torch.cuda.streams):
-        for name, value in (("Stream", CudaStream), ("Event", CudaEvent), ("ExternalStream", ExternalStream)):
+    classes = {"Stream": GpuStream, "Event": GpuEvent, "ExternalStream": ExternalStream}
+    module: Any = getattr(torch, functions.gpus.type)
+    for owner in (module, getattr(module, "streams", module)):
+        for name, value in classes.items():
             if hasattr(owner, name):
                 yield owner, name, value

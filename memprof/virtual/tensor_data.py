@@ -50,7 +50,7 @@ class TensorsFromData:
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Return the handlers of the function mode: torch function -> replacement."""
         return {
-            torch.device: _make_device,
+            torch.device: self._make_device,
             **{func: functools.partial(self._make_sparse, func) for func in _MAKE_SPARSE},
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
@@ -103,7 +103,7 @@ class TensorsFromData:
     def _make_sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """Return a sparse tensor. Indices and values that are tensors are moved to `device` if given, values first
         (utils/tensor_new.cpp), and converted to one kind of host tensors."""
-        device = _default_device.CURRENT_DEVICE if device is None else _make_device(device)
+        device = _default_device.CURRENT_DEVICE if device is None else self._make_device(device)
         if device is None:
             return self._run(func, *self._host_kinds.make_virtual((args, kwargs)))
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -116,7 +116,9 @@ class TensorsFromData:
         is_virtual = device.type != HOST or any(
             map(self._device_state.is_virtual, find_tensors([*args, *kwargs.values()]))
         )
-        device_name = self._device_state.gpus.get_name(device) if device.type == "cuda" else device.type
+        device_name = (
+            self._device_state.gpus.get_name(device) if device.type == self._device_state.gpus.type else device.type
+        )
         with self._device_state.factory_device_as(device_name):
             return func(*args, **{**kwargs, "device": _META if is_virtual else _CPU})
 
@@ -126,9 +128,8 @@ class TensorsFromData:
             device = _default_device.CURRENT_DEVICE
         return tensor if device is None else self._move(tensor, device)
 
-
-def _make_device(*args: Any, **kwargs: Any) -> torch.device:
-    """Return a torch.device; an integer is a CUDA device index."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], int):
-        return torch.device("cuda", args[0])
-    return torch.device(*args, **kwargs)
+    def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        """Return a torch.device; an integer is the index of a GPU."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], int):
+            return torch.device(self._device_state.gpus.type, args[0])
+        return torch.device(*args, **kwargs)

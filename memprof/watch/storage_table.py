@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memprof.torch_private import tensors
-from memprof.trace.events import GPU, HOST, NONE, is_gpu
+from memprof.trace.events import HOST, NONE, is_gpu
 from memprof.watch.forward import CallSite
 from memprof.watch.trace_writer import TraceWriter
 from memprof.watch.wrappers import unwrap
@@ -71,7 +71,7 @@ class StorageTable:
         if index is None:
             # Empty storages take no memory and have no index: on the first GPU, unless `device_by_empty_storage` has
             # their device.
-            return self.device_by_empty_storage.get(storage, "meta" if storage.nbytes() else GPU)
+            return self.device_by_empty_storage.get(storage, "meta" if storage.nbytes() else self._writer.trace.device)
         return self._writer.trace.storages[index].device
 
     def is_live(self, index: int) -> bool:
@@ -119,7 +119,12 @@ class StorageTable:
             if storage._cdata not in self.index_by_address and tensor.is_meta and storage.nbytes():
                 _forbid_data_access(tensor)
                 self.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
-            elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_gpu(device)):
+            elif (
+                device != self._writer.trace.device
+                and tensor.is_meta
+                and not storage.nbytes()
+                and (device == HOST or is_gpu(device))
+            ):
                 self.device_by_empty_storage[storage] = device
 
     def allocate(

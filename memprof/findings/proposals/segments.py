@@ -17,6 +17,6 @@ def propose(context: Context) -> Iterator[Proposal]:
     run = context.ledger.run
     if ends_in_building(context.ledger.trace):
         return
-    if run.rounds and run.release.has_expandable_segments and not run.config.expandable_segments:
+    if run.rounds and run.has_expandable_segments and not run.config.expandable_segments:
         config = dataclasses.replace(run.config, expandable_segments=True)
         yield Proposal(run.trace, config=config)

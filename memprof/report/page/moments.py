@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.rounding import round_request
 from memprof.findings import Evidence
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import format_stage
@@ -139,7 +139,7 @@ class _KindTable:
         kinds, num_bytes = self.kinds, storage.num_bytes
         self._kind_indices[key] = index = len(kinds.group)
         kinds.requested.append(num_bytes)
-        kinds.rounded.append(round_size(num_bytes) if self._ledger.run.rounds else num_bytes)
+        kinds.rounded.append(round_request(num_bytes, storage.device) if self._ledger.run.rounds else num_bytes)
         category, shape = self._ledger.categories[ref].value, "x".join(map(str, storage.shape))
         words = (category, shape, storage.dtype, module, trace.op(storage), trace.source_line(storage), name)
         columns = (kinds.category, kinds.shape, kinds.dtype, kinds.module, kinds.op, kinds.source, kinds.name)

@@ -126,7 +126,7 @@ class DeviceChoices(MemprofFunctionMode):
     def __init__(self, device_state: DeviceState) -> None:
         super().__init__()
         self._composites = registry.make_composites(device_state)
-        self._autocast = Autocast(device_state.is_on_gpu)
+        self._autocast = Autocast(device_state.gpus.type, device_state.is_on_gpu)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

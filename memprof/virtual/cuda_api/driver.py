@@ -1,11 +1,11 @@
-"""Replacements of the layer below `torch.cuda`: functions of `torch._C`, random generators, tensor types.
+"""Replacements of the layer below `torch.cuda`: functions of `torch._C`, tensor types.
 
 A CPU build of torch lacks this layer. In a CUDA build, the replacements prevent calls of a real GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,69 +13,13 @@ import torch
 
 from memprof.torch_private import cuda
 from memprof.torch_private.names import PrivateName
+from memprof.virtual.generators import make_gpu_generator
+from memprof.virtual.gpu_functions import make_constant_function
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.legacy_types import LEGACY_TYPES, parse_legacy_type
 
 UUID = "00000000-0000-0000-0000-000000000000"
-_RNG_STATE_BYTES = 16  # seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)
 _MIB = 1 << 20
-_Generator = torch.Generator
-
-
-def make_rng_state() -> torch.Tensor:
-    """Return the state of a GPU's random generator: zeros, as no random numbers are drawn."""
-    return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
-
-
-class _GeneratorMeta(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _Generator)
-
-
-class CudaGenerator(_Generator):
-    """A replacement of `torch.Generator("cuda")` that stores a seed and draws no random numbers."""
-
-    gpu_index = 0
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", self.gpu_index)
-
-    def get_state(self) -> torch.Tensor:
-        """Return zeros, with the size of a real generator's state."""
-        return make_rng_state()
-
-    def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
-        return self
-
-    def clone_state(self) -> CudaGenerator:
-        return make_gpu_generator(self.gpu_index)
-
-    graphsafe_get_state = clone_state  # type: ignore[assignment]
-    graphsafe_set_state = set_state  # type: ignore[assignment]
-
-    def get_offset(self) -> int:
-        return 0
-
-    def set_offset(self, offset: int) -> CudaGenerator:  # type: ignore[override]
-        return self
-
-
-def make_gpu_generator(gpu_index: int) -> CudaGenerator:
-    """Return a generator of the GPU with index `gpu_index`."""
-    generator = CudaGenerator()
-    generator.gpu_index = gpu_index
-    return generator
-
-
-def _make_generator_class(gpus: Gpus) -> type:
-    class Generator(metaclass=_GeneratorMeta):
-        def __new__(cls, device: Any = None) -> Any:
-            if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
-                return make_gpu_generator(gpus.index(device))
-            return _Generator() if device is None else _Generator(device)
-
-    return Generator
 
 
 def _make_legacy_type(name: str, dtype: torch.dtype) -> type:
@@ -115,11 +59,6 @@ def _patch_default_tensor_type() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "__new__", __new__
 
 
-def make_constant_function(value: Any) -> Callable[..., Any]:
-    """Return a function that returns `value` for any arguments."""
-    return lambda *args, **kwargs: value
-
-
 def patch_driver(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
     """Yield patches (owner, name, replacement) of the functions below `torch.cuda`."""
 
@@ -144,22 +83,15 @@ def patch_driver(gpus: Gpus) -> Iterator[tuple[Any, str, Any]]:
         # Imported by torch._dynamo.reset() where a GPU exists (torch/_inductor/cudagraph_trees.py).
         cuda.allocator_state: None,
         cuda.set_cached_tensors_enabled: None,
-        cuda.accelerator_synchronize_device: None,
-        cuda.accelerator_empty_host_cache: None,
-        cuda.accelerator_get_accelerator: torch.device("cuda"),
-        cuda.get_accelerator: torch.device("cuda"),
     }
     yield from (function.patch(make_constant_function(value)) for function, value in results.items())
-    for function in (cuda.get_device, cuda.accelerator_get_device_index):
-        yield function.patch(lambda: gpus.current)
+    yield cuda.get_device.patch(lambda: gpus.current)
     for function in (
-        cuda.set_device, cuda.accelerator_set_device_index, cuda.exchange_device, cuda.maybe_exchange_device,
-        cuda.accelerator_exchange_device, cuda.accelerator_maybe_exchange_device, cuda.exchange_device_of_torch,
+        cuda.set_device, cuda.exchange_device, cuda.maybe_exchange_device, cuda.exchange_device_of_torch,
         cuda.maybe_exchange_device_of_torch,
     ):  # fmt: skip
         yield function.patch(lambda device: gpus.select(device))
-    yield torch, "Generator", _make_generator_class(gpus)
-    yield torch.cuda, "default_generators", tuple(map(make_gpu_generator, range(gpus.num_gpus)))
+    yield torch.cuda, "default_generators", tuple(map(make_gpu_generator, gpus.devices))
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _make_legacy_type(name, dtype)
     yield from _patch_default_tensor_type()

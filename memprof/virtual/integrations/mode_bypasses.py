@@ -102,7 +102,7 @@ def _patch_autocast(context: InstallContext) -> Iterator[Patch]:
     def run_backward_with_cast(*args: Any, **kwargs: Any) -> Any:
         # A dispatch mode runs with autocast off; operators that the engine calls inside a region are cast nevertheless.
         outer_cast = dispatch_mode.cast_arguments
-        dispatch_mode.cast_arguments = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+        dispatch_mode.cast_arguments = mode.autocast.cast if torch.is_autocast_enabled(context.gpus.type) else None
         try:
             return run_backward(*args, **kwargs)
         finally:

@@ -120,7 +120,7 @@ class Checkpoints:
         for name, content in records:
             file.write_record(name, content, len(content))
         for key, (storage, data) in storages.items():
-            if self._find_location(storage).startswith("cuda"):  # the data is copied to the host
+            if is_gpu(self._find_location(storage)):  # the data is copied to the host
                 self._device_state.allocate_transients((storage.nbytes(),), "torch.save", self._find_call_site(), HOST)
             if data is not None:
                 with torch.DisableTorchFunction(), disable_current_modes():
@@ -234,7 +234,7 @@ class Checkpoints:
 
     def _move_storage(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
         target_device = torch.device(device) if isinstance(device, str) else device
-        if isinstance(target_device, int) or target_device.type == "cuda":
+        if isinstance(target_device, int) or target_device.type == self._device_state.gpus.type:
             return self._copy_storage_to_gpu(storage, target_device)
         return _original_storage_to(storage, device=target_device, non_blocking=non_blocking)
 
@@ -279,7 +279,7 @@ class Checkpoints:
         if isinstance(value, torch.Tensor):
             with torch.DisableTorchFunction():
                 needs_move = not value.is_meta and value.untyped_storage()._cdata in gpu_storages
-            return value.to("cuda") if needs_move else value
+            return value.to(self._device_state.gpus.type) if needs_move else value
         if isinstance(value, dict):
             for key, part in value.items():  # in place: state dicts carry attributes
                 value[key] = self._move_to_gpu(part, gpu_storages)

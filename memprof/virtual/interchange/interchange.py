@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from memprof.torch_private import tensors
 from memprof.torch_private.dispatch import disable_current_modes
-from memprof.trace.events import GPU, HOST, gpu_index, is_gpu
+from memprof.trace.events import HOST, gpu_index, is_gpu
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.interchange import storages
 from memprof.virtual.interchange.checkpoints import Checkpoints, as_method
@@ -227,14 +227,14 @@ class Interchange:
                 arguments = (values.clone(), tensor.dtype, device, tensor.requires_grad)
                 return tensors.rebuild_device_tensor_from_cpu_tensor.get(), arguments
             # The strides encode the device: a list is for the host, a tuple for the first GPU or the GPU at the end.
-            device_suffix = () if device in (GPU, HOST) else (device,)
+            device_suffix = () if device in (self._device_state.gpus.first, HOST) else (device,)
             stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *device_suffix)
             layout = (tensor.dtype, tensor.size(), stride, tensor.requires_grad)
             return tensors.rebuild_meta_tensor_no_storage.get(), layout
 
     def _rebuild_tensor(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
         """Return a virtual tensor from a pickle; `stride` also encodes the device (see `_find_rebuild_call`)."""
-        device = HOST if isinstance(stride, list) else GPU
+        device = HOST if isinstance(stride, list) else self._device_state.gpus.first
         if stride and isinstance(stride[-1], str):
             *stride, device = stride
         with torch.DisableTorchFunction(), disable_current_modes():

@@ -152,7 +152,9 @@ class SafetensorsFiles:
         header = _read_header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_disabled else None
         if header is None:
             return _real_open(filename, framework, device, **options)
-        target_device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        target_device = (
+            torch.device(self._device_state.gpus.type, device) if isinstance(device, int) else torch.device(device)
+        )
         return _SafetensorsFile(self, header, target_device, filename)
 
     def make_unread_tensor(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -162,7 +164,9 @@ class SafetensorsFiles:
                 tensor = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 call_site = self._device_state.recorder.attribution.find_call_site(sys._getframe(1))
-                device_name = self._device_state.gpus.get_name(device) if device.type == "cuda" else HOST
+                device_name = (
+                    self._device_state.gpus.get_name(device) if device.type == self._device_state.gpus.type else HOST
+                )
                 self._device_state.record([tensor], _OPERATOR_NAME, call_site, device_name)
         return tensor
 

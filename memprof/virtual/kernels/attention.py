@@ -128,7 +128,10 @@ def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
 
 
 def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
-    """Return the names of the backends in the order that the program set, or in `gpu`'s default order."""
+    """Return the names of the backends in the order that the program set, or in `gpu`'s default order. MPS has no fused
+    kernel with a backward (native/transformers/attention.cpp), and those of XPU are not known."""
+    if gpu.device_type != "cuda":
+        return ("math",)
     backend_ids = kernels.get_sdp_priority_order()
     order = tuple(
         dict.fromkeys(_BACKEND_NAMES[backend_id] for backend_id in backend_ids if backend_id in _BACKEND_NAMES)

@@ -212,7 +212,7 @@ def pairwise_distance(
 def _is_autocast_to_float32(device_state: DeviceState, input: torch.Tensor) -> bool:
     """Return whether autocast runs reductions of `input` inside C++ functions in float32."""
     is_half = input.dtype in (torch.float16, torch.bfloat16)
-    return is_half and torch.is_autocast_enabled("cuda") and device_state.is_on_gpu(input)
+    return is_half and torch.is_autocast_enabled(device_state.gpus.type) and device_state.is_on_gpu(input)
 
 
 def _compute_probability_loss(
