@@ -77,7 +77,8 @@ class ProfiledGpu:
     def trace(self) -> Trace:
         """Return the trace recorded so far."""
         trace = self._virtual.trace
-        device, allocator = make_device_facts(self._gpu), self._settings.now.facts
+        device = make_device_facts(self._gpu, config=self._settings.now.config)
+        allocator = self._settings.now.facts
         trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
         return trace
 
@@ -139,7 +140,8 @@ def virtual_gpu(
     compiles: bool = True,
     stubs: bool = True,
 ) -> ProfiledGpu:
-    """Return a context manager in which "cuda" is a virtual GPU: see `ProfiledGpu`.
+    """Return a context manager in which "cuda" (of Apple's GPUs "mps", of Intel's "xpu") is a virtual GPU: see
+    `ProfiledGpu`.
 
     Args:
         name: a GPU of the catalog.
@@ -209,7 +211,8 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     rank_size = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(model, resolve_settings(alloc_conf, flag="alloc_conf"), n, rank_size, compiles, stubs)
+    settings = resolve_settings(alloc_conf, flag="alloc_conf", device_type=model.device_type)
+    return ProfiledGpu(model, settings, n, rank_size, compiles, stubs)
 
 
 def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:

@@ -75,7 +75,7 @@ class GpuMemory:
         return max(self.total_bytes - self.context_bytes, 0)
 
     def compute_limit(self, config: AllocatorConfig) -> int:
-        """Return the bytes that the allocator can reserve with the settings `config`; `UNLIMITED_BYTES` without limit."""
+        """Return the bytes that the allocator can reserve with settings `config`; `UNLIMITED_BYTES` without limit."""
         if self.backend == "mps":
             return int(config.mps_high_watermark_ratio * self.total_bytes) or UNLIMITED_BYTES
         return min(self.usable_bytes, int(config.per_process_memory_fraction * self.total_bytes))

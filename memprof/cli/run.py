@@ -124,8 +124,7 @@ def run(
     request.build_spec()
     from memprof.flows.gpus import find_spec_gpu, resolve_settings
 
-    find_spec_gpu(request)
-    resolve_settings(request.alloc_conf)
+    resolve_settings(request.alloc_conf, device_type=find_spec_gpu(request).device_type)
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(runner(program, stop_rule, request))
 

@@ -128,6 +128,11 @@ class DeviceFacts(JsonValue):
     # that Metal recommends, and `usable_bytes` the limit above which allocations fail.
     unified_bytes: int | None = None
 
+    @property
+    def has_cuda_context(self) -> bool:
+        """Return whether a process has a context of CUDA or ROCm on the device."""
+        return self.backend in ("cuda", "hip")
+
     def to_json(self) -> dict[str, Any]:
         """Return the facts as plain JSON values; without those that a GPU of CUDA with its own memory has not."""
         values = super(DeviceFacts, self).to_json()

@@ -36,8 +36,8 @@ from memprof.watch.wrappers import get_quantized_parts
 # Packages with the extensions of every virtual GPU; "cuda_api", "mps_api" or "xpu_api" is another, by its device type.
 _FOLDERS = tuple(f"memprof.virtual.{name}" for name in ("integrations", "distributed", "compiled"))
 _UNKNOWN_KERNELS = (
-    "Operators of {0} make the tensors that CUDA's make; what its kernels take beside tensors, and its driver, is not "
-    "known and not counted."
+    "Operators of {0} make the tensors that CUDA's make. What its kernels take beside tensors (scratch memory, "
+    "workspaces, compiled graphs), and what its driver takes, is not known and not counted."
 )
 _active: VirtualGpu | None = None
 
@@ -63,7 +63,7 @@ class VirtualGpu(Watch):
         gpu_options = GpuOptions(**options)
         if self.name != "cuda":  # whose kernels are not known: what they take beside tensors is CUDA's
             gpu_options = dataclasses.replace(gpu_options, tensors_only=True, compiles=False)
-            self.assume(_UNKNOWN_KERNELS.format(self.name))
+            self.assume(_UNKNOWN_KERNELS.format(self.name.upper()))
         self.recorder = Recorder(self.modules)
         self.recorder.storages.records_tensorless_memory = not gpu_options.tensors_only
         if gpu_options.records_callers:

@@ -32,7 +32,7 @@ class Gpus:
         are_peers: whether the GPUs read each other's memory.
 
     Raises:
-        UsageError: the number exceeds torch's maximum.
+        UsageError: the number exceeds torch's maximum, which is one for "mps".
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class Gpus:
         if num_gpus > _MAX_GPUS:
             hint = f"at most {_MAX_GPUS} on a machine; --nodes says how many machines, world_size how many ranks"
             raise UsageError("torch takes fewer GPUs of one machine", value=f"{num_gpus:,} GPUs", hint=hint)
+        if device_type == "mps" and num_gpus > 1:
+            raise UsageError("torch has one MPS device", value=f"{num_gpus} GPUs", hint="leave out --gpus")
         self.num_gpus = num_gpus
         self.has_several = num_gpus > 1
         self.are_peers = are_peers

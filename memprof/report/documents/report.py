@@ -163,6 +163,19 @@ class Report(DisplayedDocument):
     ledger: Ledger | None = field(default=None, compare=False, metadata=json_name(None))
 
     @property
+    def paged_bytes(self) -> int:
+        """Return the bytes of a run that fits which do not stay in memory, where GPU and host share it: those above the
+        working set that Metal recommends, or those of GPU and host tensors together above the machine's memory."""
+        device, peak = self.device, self.peak
+        if device.unified_bytes is None or device.total_bytes is None:
+            return 0
+        return max(
+            peak.reserved_bytes - device.total_bytes,
+            peak.reserved_bytes + peak.host_allocated_bytes - device.unified_bytes,
+            0,
+        )
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the run was measured on a CPU, which has no CUDA context and no caching allocator."""
         is_old_report = self.model_state is None  # these have no bridge either
@@ -231,7 +244,7 @@ def build_report(
     facts = trace.facts
     context_bytes, limit = facts.device.context_bytes, facts.device.host_memory_bytes
     outside_bytes = context_bytes + (compute_libraries_bytes(trace) or 0)
-    on_cpu = trace.device == CPU
+    on_cpu, has_context = trace.device == CPU, facts.device.has_cuda_context
     context_stage = Stage("context", 0, 0, device_used_bytes=context_bytes if trace.source == "simulated" else None)
     peak_stage, reserved_stage = ledger.peak_stage, ledger.peak_reserved_stage
     steps = () if facts.command == "profile" else tuple(list_training_steps(trace, ledger.allocated))
@@ -244,7 +257,7 @@ def build_report(
         program=facts.program,
         device=facts.device,
         allocator=settings.facts,
-        stages=(*(() if on_cpu else (context_stage,)), *ledger.stages),
+        stages=(*((context_stage,) if has_context and not on_cpu else ()), *ledger.stages),
         peak=Peak(
             stage=peak_stage.name,
             step=peak_stage.step,
@@ -271,7 +284,7 @@ def build_report(
             *trace.assumptions,
             *(() if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)),
             *(() if on_cpu else _list_gpu_assumptions(ledger, settings, context_bytes)),
-            *((_OUTSIDE_NOTE,) if bridge is not None and bridge.is_outside_unknown else ()),
+            *((_OUTSIDE_NOTE,) if bridge is not None and bridge.is_outside_unknown and has_context else ()),
             *(() if ledger.run.bounds is None else (_BORROWED_NOTE,)),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
@@ -310,10 +323,10 @@ def _list_gpu_assumptions(ledger: Ledger, settings: Settings, context_bytes: int
     is_measured = nvml is not None and nvml.process_bytes is not None
     origin = "as NVML says of this process" if is_measured else "measured on one GPU; it varies by GPU and driver"
     suffix = "; after the request that the GPU refuses, as on a GPU without limit." if ledger.out_of_memory else "."
-    return (
-        f"The CUDA context takes {context_bytes >> 20} MiB ({origin}).",
-        f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{suffix}",
-    )
+    device = ledger.trace.facts.device
+    allocator = "MPS allocator's heaps" if device.backend == "mps" else "caching allocator"
+    context = (f"The CUDA context takes {context_bytes >> 20} MiB ({origin}).",) if device.has_cuda_context else ()
+    return (*context, f"Reserved memory is that of the {allocator} of {settings}, replayed request by request{suffix}")
 
 
 def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) -> Verdict:

@@ -10,13 +10,15 @@ from memprof.ledger.streams import StreamMemory
 from memprof.report.terminal.cells import Unit, join_first
 from memprof.report.terminal.console import dim, indent, make_heading, make_table
 from memprof.report.terminal.stage_names import describe_stage
+from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
 MAX_PROCESSES = 5
 
 
-def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
-    """Return the bridge as a table: a column for the reserved peak, and one for the allocated peak if it differs."""
+def render_bridge(bridge: Bridge, unit: Unit, device: DeviceFacts) -> RenderableType:
+    """Return the bridge of a run on `device` as a table: a column for the reserved peak, and one for the allocated peak
+    if it differs."""
     amounts = ("requested_bytes", "allocated_bytes", "reserved_bytes")
     first, second = bridge.peak_reserved, bridge.peak_allocated
     moments = [first, second] if any(getattr(first, name) != getattr(second, name) for name in amounts) else [first]
@@ -38,7 +40,8 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     if any(moment.released_bytes for moment in moments):
         add("+ released at once", "released_bytes", "before the request was served")
     add("= reserved", "reserved_bytes", "what torch holds", total=True)
-    add("+ CUDA context", "context_bytes")
+    if device.has_cuda_context:
+        add("+ CUDA context", "context_bytes")
     if first.libraries_bytes is not None or first.other_processes_bytes is not None:
         add("+ libraries outside", "libraries_bytes", "handles of cuBLAS and cuDNN, NCCL")
         add("+ other processes", "other_processes_bytes", _format_processes(bridge))
@@ -47,7 +50,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     if bridge.nccl_group_bytes is not None:
         min_bytes, max_bytes = map(format_bytes, bridge.nccl_group_bytes)
         add("+ NCCL", note=f"{min_bytes} to {max_bytes} for each group, where others measured it")
-    add("= device used", "device_used_bytes", "what nvidia-smi says", total=True)
+    add("= device used", "device_used_bytes", "what nvidia-smi says" * device.has_cuda_context, total=True)
     places = (f"{title} in {describe_stage(m.stage, m.step)}" for title, m in zip(titles, moments, strict=True))
     title = make_heading(f"From tensors to device used, {unit.name}, ", ", ".join(places))
     parts: list[RenderableType] = [title, indent(table)]

@@ -41,7 +41,7 @@ def render(document: Report, *, explain: bool = False, quiet: bool = False) -> R
     if document.over_time is not None:
         where = describe_moment(document, document.peak.stage, document.peak.step)
         parts.append(CategoryTimeline(document.over_time, unit, where))
-    parts += [] if document.bridge is None else [render_bridge(document.bridge, unit)]
+    parts += [] if document.bridge is None else [render_bridge(document.bridge, unit, document.device)]
     parts += [] if document.streams is None else [render_streams(document.streams, unit)]
     parts += [render_tensors(document), render_findings(document)]
     parts += [render_ladder(document)] if document.ladder else []

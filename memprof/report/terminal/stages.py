@@ -60,8 +60,9 @@ def render_stages(document: Report) -> RenderableType:
         legend = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
         return Group(table, dim(f"{unit.name}. {legend}.{rounds_note}"))
     note = f"{unit.name}; peak: most allocated, reserved: most held from the driver in the stage"
-    excluded = f"the CUDA context{' and other processes' * is_measured}"
-    note += f"; {format_bytes(usable or 0)} usable beside {excluded}.{rounds_note}"
+    excluded = f" beside the CUDA context{' and other processes' * is_measured}"
+    excluded *= document.device.has_cuda_context
+    note += f"; {format_bytes(usable or 0)} usable{excluded}.{rounds_note}"
     return Group(table, dim(note), *describe_gpu_differences(document))
 
 

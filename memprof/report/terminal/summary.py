@@ -7,6 +7,7 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
 from memprof.report.terminal.stage_names import describe_moment
 from memprof.report.terminal.tensors import merge_equal_tensors
+from memprof.report.terminal.verdict import describe_added_memory
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
@@ -39,7 +40,7 @@ def format_summary(document: Report) -> str:
 
 def _format_verdict(document: Report) -> str:
     need = format_bytes(document.verdict.required_bytes)
-    need += " of host memory" if document.on_cpu else " with cached memory and the CUDA context"
+    need += " of host memory" if document.on_cpu else f" {describe_added_memory(document.device)}"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
     gpu = name if size in name else f"{name}, {size}"
     growth = document.verdict.growth

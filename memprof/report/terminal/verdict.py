@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.allocator.replay import UNLIMITED_BYTES
 from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught_errors import CaughtError
@@ -17,7 +18,9 @@ from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
 from memprof.report.terminal.peak import get_uncertain_peak
 from memprof.report.terminal.stage_names import describe_moment
+from memprof.report.terminal.stages import MIN_HOST_BYTES
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
+from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
 _MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, both are told.
@@ -75,11 +78,15 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         return _label("Not known", "bold yellow", f"{text} Give it more time.")
     context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable_bytes = (device.total_bytes or 0) - context_bytes if device.usable_bytes is None else device.usable_bytes
+    if device.unified_bytes is not None:  # more than the limit of the allocator counts what stays in memory
+        usable_bytes = min(usable_bytes, (device.total_bytes or 0) - context_bytes)
     spare_bytes = usable_bytes - (verdict.required_bytes - context_bytes)
     if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
         return _render_exhaustion(verdict.growth, document.findings, need)
     if verdict.fits and verdict.first_caught is not None:
         return _render_fit_after_errors(document, verdict.first_caught, need, spare_bytes)
+    if verdict.fits and document.paged_bytes:
+        return _render_paging(document, need)
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
@@ -106,17 +113,39 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
 
 
+def _render_paging(document: Report, need: str) -> Text:
+    """Return the verdict on a run that fits the allocator's limit, and not the memory that GPU and host share."""
+    device = document.device
+    total, unified = (format_bytes(num_bytes or 0) for num_bytes in (device.total_bytes, device.unified_bytes))
+    host_bytes = document.peak.host_allocated_bytes
+    host = f" and {format_bytes(host_bytes)} of host tensors" if host_bytes >= MIN_HOST_BYTES else ""
+    limit = f"the {total} that the GPU should have of {unified}"
+    usable_bytes = UNLIMITED_BYTES if device.usable_bytes is None else device.usable_bytes
+    end = "" if usable_bytes >= UNLIMITED_BYTES else f" Above {format_bytes(usable_bytes)}, allocations fail."
+    sentence = (
+        f"needs {need}{host}, {format_bytes(document.paged_bytes)} above {limit}: the system compresses that memory or "
+        f"moves it to disk, and steps take longer.{end}"
+    )
+    return _label("Fits, but pages", "bold yellow", sentence)
+
+
+def describe_added_memory(device: DeviceFacts) -> str:
+    """Return what the need of a run has beside its tensors, as words."""
+    return "with cached memory and the CUDA context" if device.has_cuda_context else "with cached memory"
+
+
 def _describe_need(document: Report) -> str:
     """Return what a run needs, with its parts: tensors at their peak, what is cached beside them, the CUDA context."""
     required_bytes, peak = document.verdict.required_bytes, document.peak
     context_bytes = peak.device_used_bytes - peak.reserved_bytes
     cached_bytes = required_bytes - context_bytes - peak.allocated_bytes
     if cached_bytes < 0 or document.gpus or document.ranks:  # the need of another GPU than the peak
-        return f"{format_bytes(required_bytes)} with cached memory and the CUDA context"
+        return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
     tensors, cached, context = map(
         choose_unit(required_bytes).format, (peak.allocated_bytes, cached_bytes, context_bytes)
     )
-    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {cached} cached, {context} of CUDA context)"
+    context_text = f", {context} of CUDA context" if document.device.has_cuda_context else ""
+    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {cached} cached{context_text})"
 
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:

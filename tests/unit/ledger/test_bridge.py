@@ -160,7 +160,7 @@ def test_a_larger_mapping_unit_releases_less():
 
 def view_of(bridge):
     console = Console(width=100, file=io.StringIO())
-    console.print(render_bridge(bridge, choose_unit(MIB)))
+    console.print(render_bridge(bridge, choose_unit(MIB), DeviceFacts()))
     return console.file.getvalue()
 
 
@@ -232,7 +232,7 @@ def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
     assert moment.unattributed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
     assert moment.device_used_bytes == 1900 * MIB and not bridge.is_outside_unknown
     console = Console(width=100, file=io.StringIO())
-    console.print(render_bridge(bridge, choose_unit(MIB)))
+    console.print(render_bridge(bridge, choose_unit(MIB), DeviceFacts()))
     assert "not told apart" in console.file.getvalue() and "not known" not in console.file.getvalue()
 
 

@@ -1,0 +1,180 @@
+"""Programs that name "mps" or "xpu", on the virtual GPU of such a machine; their bytes are worked out by hand."""
+
+import pytest
+import torch
+
+import memprof
+from memprof.errors import UsageError
+
+MIB, GIB = 1 << 20, 1 << 30
+MACHINES = {"mps": "m4-max-64gb", "xpu": "arc-b580", "cuda": "a100-80gb"}
+
+
+@pytest.fixture(params=MACHINES)
+def device(request):
+    """Return the device type of the virtual GPU that is entered."""
+    with memprof.virtual_gpu(MACHINES[request.param]):
+        yield request.param
+
+
+def test_a_program_finds_the_one_device_of_the_machine(device):
+    available = {
+        "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available(),
+    }  # fmt: skip
+    assert [name for name, is_available in available.items() if is_available] == [device]
+    assert torch.mps.is_available() is (device == "mps")
+    assert torch.accelerator.current_accelerator() == torch.device(device)
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
+    assert getattr(torch, device).device_count() == 1
+
+
+def test_tensors_answer_with_their_device(device):
+    made = torch.zeros(3, device=device)
+    for tensor in (
+        made,
+        torch.zeros(3).to(device),
+        torch.tensor([1.0], device=device),
+        torch.nn.Linear(2, 2).to(device).bias,
+    ):
+        assert tensor.device == torch.device(device, 0)
+        assert [getattr(tensor, f"is_{name}") for name in MACHINES] == [name == device for name in MACHINES]
+        assert tensor.get_device() == 0 and not tensor.is_cpu and not tensor.is_meta
+    assert made.type() == f"torch.{device}.FloatTensor"
+    assert made.cpu().device.type == "cpu" and (made.cpu() + 1).tolist() == [1.0, 1.0, 1.0]
+    assert repr(made).endswith(f"device='{device}:0')")
+    with torch.device(device):
+        assert torch.ones(2).device.type == device
+
+
+def test_autocast_generators_and_streams_know_the_type(device):
+    generator = torch.Generator(device=device).manual_seed(1)
+    assert generator.device.type == device
+    rows = torch.randn(4, 4, device=device, generator=generator)
+    with torch.autocast(device_type=device, dtype=torch.float16):
+        assert (rows @ rows).dtype == torch.float16
+        assert rows.softmax(0).dtype == torch.float32
+    assert (rows @ rows).dtype == torch.float32
+    torch.manual_seed(0)
+    getattr(torch, device).manual_seed(0)
+    getattr(torch, device).synchronize()
+    torch.accelerator.synchronize()
+    assert torch.accelerator.current_stream().device.type == device
+
+
+@pytest.mark.parametrize("other", MACHINES)
+def test_other_devices_raise_what_torch_says(device, other):
+    if other == device:
+        return
+    for make in (lambda: torch.zeros(1, device=other), lambda: torch.zeros(1).to(other)):
+        with pytest.raises((AssertionError, RuntimeError), match=f"(?i){other}"):
+            make()
+
+
+def test_bytes_on_mps_are_those_of_buffers_and_heaps():
+    with memprof.virtual_gpu("m4-max-64gb"):
+        assert torch.mps.recommended_max_memory() == 48 * GIB
+        weight = torch.zeros(1000, 1000, device="mps")  # 4,000,000 bytes = 15,625 x 256
+        half = torch.zeros(1000, 1000, dtype=torch.float16, device="mps")  # 2,000,000, rounded to 2,000,128
+        bias = torch.zeros(10, device="mps")  # 40, rounded to 256
+        assert torch.mps.current_allocated_memory() == 4_000_000 + 2_000_128 + 256
+        assert torch.mps.driver_allocated_memory() == (32 + 8) * MIB  # a heap for large, one for small buffers
+        assert torch.accelerator.memory_allocated() == torch.mps.current_allocated_memory()
+        assert torch.accelerator.memory_reserved() == torch.mps.driver_allocated_memory()
+        del weight, half, bias
+        assert (torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()) == (0, 40 * MIB)
+        torch.mps.empty_cache()
+        assert torch.mps.driver_allocated_memory() == 0
+        assert torch.backends.mps.get_name() == "Apple M4 Max"
+        assert torch.backends.mps.get_core_count() == 40
+
+
+def test_a_training_step_on_mps():
+    """Of a linear layer, with SGD: parameters, input, output and gradients, as their shapes say."""
+    with memprof.virtual_gpu("m4-max-64gb") as gpu:
+        layer = torch.nn.Linear(1024, 512).to("mps")
+        rows = torch.randn(256, 1024, device="mps")
+        loss = layer(rows).sum()
+        loss.backward()
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+        weight, bias, data, output = 1024 * 512 * 4, 512 * 4, 256 * 1024 * 4, 256 * 512 * 4
+        assert torch.mps.current_allocated_memory() == 2 * (weight + bias) + data + 256  # the loss has four bytes
+    report = gpu.report()
+    assert report.device.backend == "mps" and report.verdict.fits and not report.paged_bytes
+    assert report.peak.allocated_bytes >= 2 * weight + data + output
+    assert not any("CUDA context" in text or "cuBLAS" in text for text in report.assumptions)
+    assert sum("kernels take beside tensors" in text for text in report.assumptions) == 1
+
+
+def test_a_mac_refuses_only_above_its_high_watermark():
+    with memprof.virtual_gpu("m1-8gb") as gpu:  # Metal recommends 16/3 GiB; 1.7 times of it are 9.07 GiB
+        kept = torch.zeros(2 * GIB, device="mps")
+    report = gpu.report()
+    assert (report.verdict.fits, report.paged_bytes) == (True, 8 * GIB - int(16 / 3 * GIB))
+    assert "Fits, but pages: needs 8.00 GiB" in str(report)
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        kept = torch.zeros(5 * GIB // 2, device="mps")
+    assert not gpu.report().verdict.fits
+    assert "max allowed: 9.07 GiB). Tried to allocate 10.00 GiB on shared pool" in gpu.report().verdict.oom_message
+    del kept
+
+
+def test_the_program_sets_the_limit_of_mps():
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        torch.mps.set_per_process_memory_fraction(0.0)
+        kept = torch.zeros(5 * GIB // 2, device="mps")
+    assert gpu.report().verdict.fits
+    del kept
+    with memprof.virtual_gpu("m1-8gb"), pytest.raises(ValueError, match="Allowed range: 0~2"):
+        torch.mps.set_per_process_memory_fraction(2.5)
+
+
+def test_host_tensors_count_where_memory_is_one():
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        host = torch.zeros(GIB)  # 4 GiB
+        kept = torch.zeros(5 * GIB // 4, device="mps")  # 5 GiB, below the 5.33 that Metal recommends
+    assert gpu.report().paged_bytes == 1 * GIB
+    del host, kept
+
+
+def test_xpu_is_the_caching_allocator_with_words_of_its_own():
+    with memprof.virtual_gpu("arc-b580") as gpu:
+        kept = torch.zeros(100, device="xpu")
+        assert (torch.xpu.memory_allocated(), torch.xpu.memory_reserved()) == (512, 2 * MIB)
+        assert torch.xpu.get_device_name() == "Intel(R) Arc(TM) B580 Graphics"
+        assert torch.xpu.get_device_properties(0).total_memory == torch.xpu.mem_get_info()[1]
+        more = torch.zeros(3 * GIB, device="xpu")
+    message = gpu.report().verdict.oom_message
+    assert message.startswith(
+        "XPU out of memory. Tried to allocate 12.00 GiB. GPU 0 has a total capacity of 11.33 GiB of"
+    )
+    assert message.endswith("Please use `empty_cache` to release all unoccupied cached memory.")
+    del kept, more
+
+
+def test_rocm_says_hip():
+    with memprof.virtual_gpu("mi300x") as gpu:
+        kept = torch.zeros(60 * GIB, device="cuda")
+    assert gpu.report().verdict.oom_message.startswith("HIP out of memory. Tried to allocate 240.00 GiB. GPU 0 has")
+    del kept
+
+
+def test_a_mac_has_one_gpu():
+    with pytest.raises(UsageError, match="torch has one MPS device"):
+        memprof.virtual_gpus(2, "m4-max-64gb")
+
+
+def test_attention_on_mps_keeps_its_scores():
+    with memprof.virtual_gpu("m4-max-64gb") as gpu:
+        query = torch.randn(1, 4, 512, 64, device="mps", requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert any("math backend" in text for text in gpu.report().assumptions)
+
+
+def test_nothing_stays_after_a_run():
+    before = torch.mps.recommended_max_memory, torch.xpu.is_available, torch.backends.mps.is_available, torch.Generator
+    for machine in MACHINES.values():
+        with memprof.virtual_gpu(machine):
+            pass
+    assert before == (
+        torch.mps.recommended_max_memory, torch.xpu.is_available, torch.backends.mps.is_available, torch.Generator
+    )  # fmt: skip
