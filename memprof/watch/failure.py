@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, error_text, first_line
-from memprof.trace.events import NONE, EventKind, Failure, FailureKind, Phase, PhaseKind, Trace, is_gpu
+from memprof.trace.events import GPU_TYPES, NONE, EventKind, Failure, FailureKind, Phase, PhaseKind, Trace, is_gpu
 from memprof.watch.modules import MODULE_CALL_CODE
 from memprof.watch.program_code import WORKLOAD_DIR, is_program
 from memprof.watch.recorder import Recorder
@@ -51,11 +51,16 @@ _NO_META_KERNEL_PATTERNS = (
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
-# torch's messages for a missing GPU; only the thread that entered the virtual GPU, and its backward threads, have one.
-_NO_GPU_PATTERN = re.compile(
-    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
-    r"PyTorch is not linked with support for cuda"
-)
+# torch's messages for a missing GPU, by device type; only the thread that entered the virtual GPU, and its backward
+# threads, have one, and of one type.
+_NO_GPU_PATTERNS = {
+    gpu_type: re.compile(
+        f"Could not run 'aten::.* from the '{gpu_type.upper()}' backend|Torch not compiled with {gpu_type.upper()} "
+        f"enabled|PyTorch is not linked with support for {gpu_type}{'|Found no NVIDIA driver' * (gpu_type == 'cuda')}"
+    )
+    for gpu_type in GPU_TYPES
+}
+_GPU_EXAMPLES = {"cuda": "h100-80gb", "mps": "m4-max-64gb", "xpu": "arc-b580"}  # GPUs of the catalog, by device type
 # torch's message where a thread that does not see the virtual GPU copies a tensor of that GPU.
 _NO_DATA_MESSAGE = "Cannot copy out of meta tensor"
 _NO_META_ACCESS_PATTERN = re.compile(
@@ -100,24 +105,35 @@ def describe_failure(
     if isinstance(error, MemprofError):
         return make_refused_failure(error.problem, error.hint, source, phase, frames)
     kind, named_op = _classify_error(error, error_text(error))
+    hint = format_fake_registration(named_op or op) if kind is FailureKind.NO_META_KERNEL else None
+    message = first_line(error)
+    own_type, absent_type = recorder.trace.device.partition(":")[0], _find_absent_type(error_text(error))
+    if absent_type == own_type:
+        absent_type = None
+    if absent_type is not None:
+        kind, named_op, message = FailureKind.ERROR, None, message.partition(". ")[0]
+        hint = (
+            f"the program asks for {absent_type!r}, and the virtual GPU is {own_type!r}: give it a GPU of that type, "
+            f"such as --gpu {_GPU_EXAMPLES[absent_type]} (memprof gpus lists all)"
+        )
     unknown_read_text = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _depends_on_values(error):
         source_index, value_text = unknown_read
         line = recorder.trace.sources[source_index]
         if any(_split_location(line) == _split_location(other) for other in lines):
             kind, unknown_read_text = FailureKind.UNKNOWN_VALUE, f"{line}: {value_text}"
-    if kind is FailureKind.ERROR and _mentions_meta_device(error_text(error), frames):
+    if kind is FailureKind.ERROR and absent_type is None and _mentions_meta_device(error_text(error), frames):
         kind = FailureKind.GAP
     return Failure(
         kind=kind,
         phase=_describe_activity(phase, frames),
         error=type(error).__name__,
-        message=first_line(error),
+        message=message,
         op=named_op or op,
         module=None if module == NONE else recorder.trace.modules[module].path,
         source=source,
         read=unknown_read_text,
-        hint=format_fake_registration(named_op or op) if kind is FailureKind.NO_META_KERNEL else None,
+        hint=hint,
     )
 
 
@@ -206,7 +222,12 @@ def _is_building_model(frame: FrameType) -> bool:
 
 def is_missing_gpu_error(error: BaseException) -> bool:
     """Return whether `error` was raised because its thread has no access to the virtual GPU."""
-    return bool(_NO_GPU_PATTERN.search(error_text(error))) or _NO_DATA_MESSAGE in error_text(error)
+    return _find_absent_type(error_text(error)) is not None or _NO_DATA_MESSAGE in error_text(error)
+
+
+def _find_absent_type(text: str) -> str | None:
+    """Return the device type that the error message `text` says torch lacks; None if it is another message."""
+    return next((gpu_type for gpu_type, pattern in _NO_GPU_PATTERNS.items() if pattern.search(text)), None)
 
 
 def is_caused_by_oom(error: BaseException | None) -> bool:
@@ -264,7 +285,7 @@ def _classify_error(error: BaseException, text: str) -> tuple[FailureKind, str |
         return FailureKind.CUSTOM_KERNEL, error.kernel
     if isinstance(error, TracingError):
         return FailureKind.TRACING, None
-    if _NO_GPU_PATTERN.search(text):
+    if _find_absent_type(text) is not None:
         return FailureKind.OTHER_THREAD, None
     for pattern in _NO_META_KERNEL_PATTERNS:
         match = pattern.search(text)

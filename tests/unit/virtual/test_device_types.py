@@ -5,6 +5,7 @@ import torch
 
 import memprof
 from memprof.errors import UsageError
+from memprof.trace.events import FailureKind
 
 MIB, GIB = 1 << 20, 1 << 30
 MACHINES = {"mps": "m4-max-64gb", "xpu": "arc-b580", "cuda": "a100-80gb"}
@@ -178,3 +179,11 @@ def test_nothing_stays_after_a_run():
     assert before == (
         torch.mps.recommended_max_memory, torch.xpu.is_available, torch.backends.mps.is_available, torch.Generator
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "asked", "example"), [("h100", "mps", "m4-max-64gb"), ("m1-8gb", "cuda", "h100")])
+def test_a_program_for_another_type_is_told_of_its_gpus(machine, asked, example):
+    with pytest.raises((AssertionError, RuntimeError)), memprof.virtual_gpu(machine) as gpu:
+        torch.zeros(1, device=asked)
+    assert gpu.trace.failure.kind is FailureKind.ERROR
+    assert f"asks for '{asked}'" in gpu.trace.failure.hint and f"--gpu {example}" in gpu.trace.failure.hint
