@@ -30,7 +30,7 @@ from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import _RANK_OPTIONAL, Report
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
-from memprof.trace.facts import RankFacts, Target
+from memprof.trace.facts import DeviceFacts, RankFacts, Target
 from memprof.trace.json_values import json_fields
 
 FOLDER = Path(__file__).resolve().parent / "schema"
@@ -69,6 +69,7 @@ _OPTIONAL: dict[type, tuple[str, ...]] = {
     Report: ("gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "engine", "over_time"),
     Bridge: ("nccl_group_bytes",),
     RankFacts: _RANK_OPTIONAL,
+    DeviceFacts: ("backend", "unified_bytes"),
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
 }
 """Fields that are left out where there is nothing to say."""

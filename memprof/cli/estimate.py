@@ -71,7 +71,8 @@ def estimate(request: EstimateCommandOptions) -> None:
     else:
         geometry = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
     result = build_estimate(geometry, request)
-    gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
+    cuda_gpus = tuple(gpu for gpu in list_gpus() if gpu.device_type == "cuda")
+    gpus = cuda_gpus if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(result, quiet=request.quiet) if request.exact else None
