@@ -114,7 +114,8 @@ class Autocast:
         if "out" in kwargs:  # out= variants and in-place operators are in no list
             return args, kwargs
         if policy is _RECURRENT:
-            if kernels.get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
+            has_cudnn = self._device_type == "cuda" and kernels.get_cudnn_enabled()
+            if has_cudnn and args[0].dtype is not torch.bfloat16:
                 return args, kwargs
             policy = _LOWER_PRECISION
         if policy is _LOWER_PRECISION:

@@ -100,8 +100,9 @@ def _hide_types(types: set[str]) -> Iterator[Patch]:
     """Yield patches by which torch finds no GPU of `types`, even where this machine has one."""
     for device_type in sorted(types):
         module: Any = getattr(torch, device_type)
-        yield module, "is_available", make_constant_function(False)
-        yield module, "device_count", make_constant_function(0)
+        for name, value in (("is_available", False), ("device_count", 0)):
+            if hasattr(module, name):  # releases differ
+                yield module, name, make_constant_function(value)
         if device_type == "mps":
             yield torch.backends.mps, "is_available", make_constant_function(False)
         else:

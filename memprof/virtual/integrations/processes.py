@@ -28,6 +28,7 @@ from memprof.patching import Extension, Patch
 from memprof.torch_private import dispatch
 from memprof.torch_private.pytree import tree_leaves
 from memprof.virtual.distributed import process_groups
+from memprof.virtual.gpu_functions import GpuFunctions
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import (
     SEND_NUMBERS_HINT,
@@ -120,6 +121,7 @@ def _wrap_submit(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callable[..., Any]:
     """Return a `spawn` that runs the function of one process here; for more processes than GPUs, torch's runs."""
     assume, dispatch_mode, num_gpus = context.assume, context.dispatch_mode, context.gpus.num_gpus
+    functions = GpuFunctions(context)
     runs_all_ranks = context.channel is not None  # all of them run, and the program may not start fewer
 
     def spawn(
@@ -147,8 +149,8 @@ def _wrap_spawn(original: Callable[..., Any], context: InstallContext) -> Callab
         # The next rank is a process of its own.
         gc.collect()
         dispatch_mode.free_process_memory(first_storage)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        functions.empty_cache()
+        functions.reset_peak_memory_stats()
         # In place of torch's context of processes.
         return None if join else SimpleNamespace(processes=(), join=lambda *args, **options: True, pids=list)
 

@@ -70,7 +70,9 @@ class Checkpoints:
         for owner in (torch, torch.serialization):
             yield owner, "save", save
         yield torch.UntypedStorage, "to", as_method(self._move_storage)
-        yield torch.UntypedStorage, "cuda", as_method(self._copy_storage_to_gpu)
+        gpu_type = self._device_state.gpus.type
+        if hasattr(torch.UntypedStorage, gpu_type):  # "xpu" has `to` alone
+            yield torch.UntypedStorage, gpu_type, as_method(self._copy_storage_to_gpu)
 
     def _save(
         self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, disable_byteorder: bool = False

@@ -66,6 +66,8 @@ def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
     """Return whether cuDNN supports `dtype` (use_cudnn, native/RNN.cpp): bfloat16 from cuDNN 9.13 and compute
     capability 8.0 on (cuda/detail/CUDAHooks.cpp, supportsBFloat16RNNWithCuDNN). torch.backends.cudnn.is_acceptable,
     which decides whether parameters are flattened, still returns False for bfloat16."""
+    if gpu.device_type != "cuda":
+        return False
     supports_bfloat16 = gpu.compute_capability >= (8, 0) and cudnn_version(gpu.release) >= 91_300
     return dtype in CUDNN_DTYPES or (dtype is torch.bfloat16 and supports_bfloat16)
 

@@ -35,7 +35,8 @@ class TorchMps(Extension):
             if hasattr(torch.backends.mps, name):  # releases differ
                 yield torch.backends.mps, name, make_constant_function(value)
         for name, function in _map_functions(functions, context).items():
-            yield torch.mps, name, make_distinct(function)
+            if hasattr(torch.mps, name):
+                yield torch.mps, name, make_distinct(function)
 
 
 def _map_functions(functions: GpuFunctions, context: InstallContext) -> dict[str, Callable[..., Any]]:

@@ -187,3 +187,28 @@ def test_a_program_for_another_type_is_told_of_its_gpus(machine, asked, example)
         torch.zeros(1, device=asked)
     assert gpu.trace.failure.kind is FailureKind.ERROR
     assert f"asks for '{asked}'" in gpu.trace.failure.hint and f"--gpu {example}" in gpu.trace.failure.hint
+
+
+def test_checkpoints_come_back_to_their_device(device, tmp_path):
+    torch.save({"rows": torch.ones(3, device=device)}, tmp_path / "rows.pt")
+    for options in ({}, {"map_location": device}):
+        assert torch.load(tmp_path / "rows.pt", **options)["rows"].device == torch.device(device, 0)
+    assert torch.load(tmp_path / "rows.pt", map_location="cpu")["rows"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_only_cuda_runs_recurrent_layers_on_cudnn(device):
+    with torch.autocast(device, dtype=torch.float16):
+        output, _ = torch.nn.LSTM(8, 16).to(device)(torch.randn(5, 2, 8, device=device))
+    assert (output.shape, output.dtype) == ((5, 2, 16), torch.float16)
+    assert ("CudnnRnn" in type(output.grad_fn).__name__) is (device == "cuda")
+
+
+def test_a_capture_keeps_the_backend(tmp_path):
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        kept = torch.zeros(2 * GIB, device="mps")
+    gpu.save(tmp_path / "run.json")
+    report = memprof.load(tmp_path / "run.json")
+    assert (report.device, report.peak.allocated_bytes) == (gpu.report().device, 8 * GIB)
+    assert report.device.unified_bytes == 8 * GIB and "Fits, but pages" in str(report)
+    assert report.to_json()["device"]["backend"] == "mps"
+    del kept
