@@ -63,7 +63,7 @@ class OomReport:
                 f"{format_size(self.reserved_bytes)} reserved in total by PyTorch){release.oom_advice}"
             )
         process = private = ""
-        if self.process_bytes is not None:
+        if self.process_bytes is not None and self.backend != "hip":  # ROCm has no NVML: Tongyi-MAI/Z-Image, issue 103
             process = (
                 f"Including non-PyTorch memory, this process has {format_size(self.process_bytes)} memory in use. "
             )

@@ -23,6 +23,7 @@ from memprof.allocator import (
 )
 from memprof.allocator.driver import UNKNOWN_SPACE
 from memprof.allocator.replay import apply_stream_event, make_pool_id
+from memprof.errors import UsageError
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import list_spans
 from memprof.snapshots.origins import OUTSIDE_MODULES, Origin, Part
@@ -111,8 +112,14 @@ def convert_to_snapshot(trace: Trace, config: AllocatorConfig, gpu: GpuMemory | 
     """Return `trace`, simulated or measured, as torch would have recorded it with `config` on one GPU (None: no limit).
 
     After the first out-of-memory error, which is recorded, the run continues on a GPU without limit, unless the program
-    continued without the failed allocation.
+    continued without the failed allocation. Raises UsageError: the run was on MPS, of which torch records nothing.
     """
+    if trace.device.startswith("mps"):
+        raise UsageError(
+            "a run on MPS has no snapshot: torch records those of its caching allocator",
+            value=trace.device,
+            hint="memprof show FILE has its report; --html and --csv have its parts",
+        )
     converted = _convert(trace, config, gpu, unlimited=False)
     if config.expandable_segments and any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
         # Without a limit of memory, the address space that torch reserves for the GPU must not be a limit either.

@@ -1,11 +1,19 @@
 """Programs that name "mps" or "xpu", on the virtual GPU of such a machine; their bytes are worked out by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import memprof
+from memprof.allocator import AllocatorConfig
+from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
+from memprof.flows.account import analyze
+from memprof.flows.gpus import make_device_facts
+from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.trace.events import FailureKind
+from memprof.virtual import VirtualGpu
 
 MIB, GIB = 1 << 20, 1 << 30
 MACHINES = {"mps": "m4-max-64gb", "xpu": "arc-b580", "cuda": "a100-80gb"}
@@ -155,7 +163,11 @@ def test_xpu_is_the_caching_allocator_with_words_of_its_own():
 def test_rocm_says_hip():
     with memprof.virtual_gpu("mi300x") as gpu:
         kept = torch.zeros(60 * GIB, device="cuda")
-    assert gpu.report().verdict.oom_message.startswith("HIP out of memory. Tried to allocate 240.00 GiB. GPU 0 has")
+    # As in Tongyi-MAI/Z-Image, issue 103: without the sentence on the process, for which CUDA asks NVML.
+    assert gpu.report().verdict.oom_message.startswith(
+        "HIP out of memory. Tried to allocate 240.00 GiB. GPU 0 has a total capacity of 191.98 GiB of which 191.57 GiB "
+        "is free. Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but"
+    )
     del kept
 
 
@@ -212,3 +224,21 @@ def test_a_capture_keeps_the_backend(tmp_path):
     assert report.device.unified_bytes == 8 * GIB and "Fits, but pages" in str(report)
     assert report.to_json()["device"]["backend"] == "mps"
     del kept
+
+
+def test_a_run_on_mps_is_no_snapshot():
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        torch.zeros(GIB, device="mps")
+    with pytest.raises(UsageError, match="a run on MPS has no snapshot"):
+        convert_to_snapshot(gpu.trace, AllocatorConfig(), None)
+
+
+def test_a_gpu_of_cuda_that_shares_memory_pages_with_its_host():
+    """As a GB10 or a Strix Halo: the driver says what it gives, and host tensors take of the same memory."""
+    machine = dataclasses.replace(find_gpu("rtx-4060"), unified_bytes=8 * GIB)
+    with VirtualGpu(machine) as gpu:
+        host, kept = torch.zeros(GIB), torch.zeros(5 * GIB // 4, device="cuda")  # 4 and 5 GiB
+    trace = gpu.trace
+    trace.facts = dataclasses.replace(trace.facts, device=make_device_facts(machine))
+    assert analyze(trace).paged_bytes == 1 * GIB
+    del host, kept
