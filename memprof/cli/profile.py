@@ -133,6 +133,7 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
     if options.fix is None and not options.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
     from memprof.flows.ladder.build import build_ladder
+    from memprof.flows.gpus import find_host_bytes, find_spec_gpu
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search_fixes
 
@@ -141,7 +142,7 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
     if options.is_search and spec.host_memory_bytes is None:
-        spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
+        spec, simulated = spec.edit(host_memory_bytes=find_host_bytes(find_spec_gpu(spec))), None
     runs = SpecRuns(spec, progress, simulated)
     if options.fix is None:
         return build_ladder(runs, list_ladder(spec.gpus))

@@ -22,7 +22,7 @@ from memprof.cli.progress import Progress
 from memprof.cli.streams import echo, protect_streams, report_error
 from memprof.errors import MemprofError, UsageError
 from memprof.run_spec import RunSpec
-from memprof.spec import HOST_BYTES, option
+from memprof.spec import option
 
 if TYPE_CHECKING:
     from memprof.fixes.chosen import ChosenFix
@@ -297,9 +297,11 @@ def _run_ladder(program: Program, stop_rule: StopRule, request: RunOptions) -> i
     if request.device != "virtual":
         hint = "leave out --device, or --ladder"
         raise UsageError("a ladder runs on the virtual GPU", value=f"--device {request.device}", hint=hint)
+    from memprof.flows.gpus import find_host_bytes, find_spec_gpu
+
     spec = request.build_spec()
     if request.is_search and spec.host_memory_bytes is None:
-        spec = spec.edit(host_memory_bytes=HOST_BYTES)
+        spec = spec.edit(host_memory_bytes=find_host_bytes(find_spec_gpu(spec)))
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
             from memprof.flows.limit import find_largest_for_script

@@ -13,7 +13,7 @@ from memprof.device.host import memory_bytes, processor_name
 from memprof.report.export.memory_viz import convert_snapshot
 from memprof.run_spec import RunSpec
 from memprof.snapshots.from_trace import convert_to_snapshot
-from memprof.spec import TargetSpec
+from memprof.spec import HOST_BYTES, TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import DeviceFacts
 
@@ -44,6 +44,12 @@ class RunAllocator(LiveAllocator):
 def find_spec_gpu(spec: TargetSpec | RunSpec) -> Gpu:
     """Return the GPU that `spec` names; raise UsageError if the catalog does not have this GPU."""
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
+
+
+def find_host_bytes(gpu: Gpu) -> int:
+    """Return the host memory that a search has, unless `--host-memory` says another: the machine's, if it is one with
+    the GPU's."""
+    return gpu.unified_bytes or HOST_BYTES
 
 
 def make_device_facts(

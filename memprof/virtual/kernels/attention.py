@@ -119,6 +119,8 @@ def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
             is_available = torch.backends.cuda.math_sdp_enabled()
         elif name == "efficient":
             is_available = fits_fused_kernels and _can_use_efficient(gpu, call, is_grouped)
+        elif name == "overrideable":
+            is_available = fits_fused_kernels and _can_use_overrideable(call, is_grouped)
         else:
             is_available = fits_fused_kernels and (_can_use_cudnn if name == "cudnn" else _can_use_flash)(gpu, call)
         if is_available:
@@ -129,9 +131,9 @@ def choose_backend(gpu: DeviceProperties, call: AttentionArguments) -> str:
 
 def _find_backend_order(gpu: DeviceProperties) -> tuple[str, ...]:
     """Return the names of the backends in the order that the program set, or in `gpu`'s default order. MPS has no fused
-    kernel with a backward (native/transformers/attention.cpp), and those of XPU are not known."""
+    kernel with a backward (native/transformers/attention.cpp)."""
     if gpu.device_type != "cuda":
-        return ("math",)
+        return ("overrideable", "math") if gpu.device_type == "xpu" else ("math",)
     backend_ids = kernels.get_sdp_priority_order()
     order = tuple(
         dict.fromkeys(_BACKEND_NAMES[backend_id] for backend_id in backend_ids if backend_id in _BACKEND_NAMES)
@@ -197,6 +199,20 @@ def _can_use_efficient(gpu: DeviceProperties, call: AttentionArguments, is_group
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % alignment == 0
         and value.shape[-1] % alignment == 0
+    )
+
+
+def _can_use_overrideable(call: AttentionArguments, is_grouped: bool) -> bool:
+    """Return whether oneDNN's kernel for XPU supports `call` (use_overrideable_xpu, native/mkldnn/xpu/Attention.cpp).
+    It allocates what the memory-efficient kernel does: the output, row sums for a backward, and there the gradients."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    return (
+        query.dtype in (torch.float32, *_HALF_DTYPES)
+        and not call.dropout_p
+        and query.shape[-1] == key.shape[-1]
+        and max(query.shape[-1], value.shape[-1]) <= 576
+        and not (call.needs_grad and is_grouped)
+        and not (mask is not None and mask.requires_grad)
     )
 
 

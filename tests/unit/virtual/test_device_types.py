@@ -176,11 +176,22 @@ def test_a_mac_has_one_gpu():
         memprof.virtual_gpus(2, "m4-max-64gb")
 
 
-def test_attention_on_mps_keeps_its_scores():
-    with memprof.virtual_gpu("m4-max-64gb") as gpu:
-        query = torch.randn(1, 4, 512, 64, device="mps", requires_grad=True)
-        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
-    assert any("math backend" in text for text in gpu.report().assumptions)
+@pytest.mark.parametrize(
+    ("machine", "dropout", "backend"),
+    [("m4-max-64gb", 0.0, "math"), ("arc-b580", 0.0, "overrideable"), ("arc-b580", 0.1, "math")],
+)
+def test_attention_keeps_scores_where_no_kernel_is_fused(machine, dropout, backend):
+    """Of 4 heads with 512 x 512 scores of 4 bytes: 4 MiB, beside 0.5 MiB of queries."""
+    with memprof.virtual_gpu(machine) as gpu:
+        query = torch.randn(1, 4, 512, 64, device=find_gpu(machine).device_type, requires_grad=True)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        before = torch.accelerator.memory_allocated()
+        output = attend(query, query, query, dropout_p=dropout)
+        kept = torch.accelerator.memory_allocated() - before
+        output.sum().backward()
+    assert any(f"{backend} backend" in text for text in gpu.report().assumptions)
+    # Without scores: the output, and 512 row sums of each head.
+    assert kept > 4 * MIB if backend == "math" else kept == MIB // 2 + 4 * 512 * 4
 
 
 def test_nothing_stays_after_a_run():
