@@ -132,8 +132,8 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
         spec = spec.edit(device=options.device)
     if options.fix is None and not options.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
-    from memprof.flows.ladder.build import build_ladder
     from memprof.flows.gpus import find_host_bytes, find_spec_gpu
+    from memprof.flows.ladder.build import build_ladder
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search_fixes
 
