@@ -127,9 +127,9 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     line = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
     mode = "" if any(call.training for call in calls) else " in eval mode"
-    keep = "keeps" if len(calls) == 1 else "keep"
+    keeps = "keeps" if len(calls) == 1 else "keep"
     title = (
-        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name}{mode} at {line}, which {keep} up to "
+        f"No torch.no_grad(): {plural(len(calls), 'call')} of {name}{mode} at {line} {keeps} up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
