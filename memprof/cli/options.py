@@ -102,6 +102,7 @@ class SharedOptions:
     top: int = option(10, OUTPUT_PANEL, "Rows of each table.", metavar="COUNT", is_count=True)
     full: bool = option(False, OUTPUT_PANEL, "Print the whole answer instead of its first screen.")
     force: bool = option(False, OUTPUT_PANEL, "Replace files that memprof has not written, too.")
+    exact: bool = option(False, OUTPUT_PANEL, "Simulate what the analytical estimate says, too.")
     cache: bool = option(True, OUTPUT_PANEL, "Simulate again what was kept of an earlier call (`memprof cache`).")
 
 

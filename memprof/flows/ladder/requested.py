@@ -1,4 +1,4 @@
-"""The run that `--fix` and `--ladder` ask for: as it is, with fixes by name, with a ladder, or with a search for fixes."""
+"""The run that `--fix` and `--ladder` ask for: as it is, with fixes by name, with a ladder, or with a search."""
 
 from __future__ import annotations
 

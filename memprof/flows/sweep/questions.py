@@ -46,7 +46,7 @@ class Question(JsonValue):
         return make_profile_command(self.spec, *words)
 
     def make_key(self, versions: Versions) -> str:
-        """Return the key under which the answer is kept: 64 hexadecimal digits."""
+        """Return the key under which the answer is stored: 64 hexadecimal digits."""
         text = json.dumps([_FORMAT_VERSION, self.to_json(), dict(versions)], sort_keys=True)
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Drives the cells of a sweep through an executor: keeps each answer as it comes, and runs lost cells again."""
+"""Drives the cells of a sweep through an executor: stores each answer as it comes, and runs lost cells again."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def run_sweep(
 ) -> Sweep:
     """Return the answers to the cells of `grid`.
 
-    `exact` runs every cell. Answers are kept in the folder `store` (None: that of the cache, if it is on); without
+    `exact` runs every cell. Answers are stored in the folder `store` (None: that of the cache, if it is on); without
     `cache` none is taken from there. See `open_workers` for `executor` and `workers`. On Ctrl-C, and if the executor
     fails for good, the cells that are not answered are left. Raises UsageError: no such executor; a worker has other
     versions than this process.
     """
     begin = time.monotonic()
-    kept = _open_store(store)
-    sweep = _Sweep(grid, kept, exact=exact, reads=cache, progress=progress)
+    opened_store = _open_store(store)
+    sweep = _Sweep(grid, opened_store, exact=exact, reads=cache, progress=progress)
     ended, note = "complete", ""
     try:
         sweep.answer_without_runs()
@@ -68,7 +68,7 @@ def run_sweep(
         ended=ended,  # type: ignore[arg-type]
         note=note,
         seconds=round(time.monotonic() - begin, 3),
-        store=None if kept is None else str(kept.folder),
+        store=None if opened_store is None else str(opened_store.folder),
         assumptions=() if exact else _ASSUMPTIONS,
     )
 
@@ -118,12 +118,12 @@ class _Sweep:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def answer_without_runs(self) -> None:
-        """Answer the cells that are kept, cannot be asked, or that the analytical estimate decides."""
+        """Answer the cells that are cached, cannot be asked, or that the analytical estimate decides."""
         for index, cell in enumerate(self._grid.cells):
             if cell.question is None:
                 self._set(index, CellAnswer("failed", None, reason=cell.error))
-            elif self._reads and (kept := self._find_kept(index)) is not None:
-                self._conclude(index, kept)
+            elif self._reads and (cached := self._find_cached(index)) is not None:
+                self._conclude(index, cached)
         if not self._exact:
             for index, cell in enumerate(self._grid.cells):
                 if index % 1000 == 0:
@@ -134,12 +134,12 @@ class _Sweep:
                         self._set(index, answer)
         self._start_done = self._num_done
 
-    def _find_kept(self, index: int) -> CellAnswer | None:
+    def _find_cached(self, index: int) -> CellAnswer | None:
         """Return the answer that the store has for a cell."""
         if self._store is None or (values := self._store.find(self._make_key(index))) is None:
             return None
         try:
-            return dataclasses.replace(CellAnswer.from_json(values), kept=True)
+            return dataclasses.replace(CellAnswer.from_json(values), cached=True)
         except ValueError:
             return None
 
@@ -149,23 +149,26 @@ class _Sweep:
         return question.make_key(self._versions)
 
     def _set(self, index: int, answer: CellAnswer) -> None:
+        """Set an answer; a cell that fits without fixes says the same of the search for them."""
+        if self._answers[index] is None:
+            self._num_done += answer.how != "failed"
+            self._num_failed += answer.how == "failed"
         self._answers[index] = answer
-        self._num_done += answer.how != "failed"
-        self._num_failed += answer.how == "failed"
+        if answer.fits and not self._exact:
+            for dependent in self._dependents.get(index, ()):
+                current = self._answers[dependent]
+                if current is None or current.how == "monotony":
+                    self._set(dependent, answer)
 
     def _conclude(self, index: int, answer: CellAnswer) -> None:
         """Set the answer of a run, and those of the cells that it decides."""
         self._set(index, answer)
         if self._exact:
             return
-        decided = [*self._line_of[index].list_decided(index, answer)]
-        if answer.fits:  # a search for fixes would find that none is needed
-            decided += [(dependent, answer) for dependent in self._dependents.get(index, ())]
-        for other, conclusion in decided:
-            if self._answers[other] is None:
-                self._set(other, conclusion)
-                if conclusion is answer:
-                    decided += self._line_of[other].list_decided(other, conclusion)
+        for other in (index, *(self._dependents.get(index, ()) if answer.fits else ())):
+            for decided, conclusion in self._line_of[other].list_decided(other, answer):
+                if self._answers[decided] is None:
+                    self._set(decided, conclusion)
 
     def build_rows(self) -> tuple[SweepRow, ...]:
         """Return a row for each cell."""
@@ -240,8 +243,8 @@ class _Sweep:
             return
         if self._store is not None and index not in self._claims:
             key = self._make_key(index)
-            if self._reads and (kept := self._find_kept(index)) is not None:  # another sweep has answered it
-                self._conclude(index, kept)
+            if self._reads and (cached := self._find_cached(index)) is not None:  # another sweep has answered it
+                self._conclude(index, cached)
                 return
             if not self._store.claim(key):
                 self._foreign.append(index)
@@ -288,7 +291,7 @@ class _Sweep:
             return index
         values = future.result()
         if "refused" in values:
-            hint = "install the versions of this process there, or leave the worker out; answers so far are kept"
+            hint = "install the versions of this process there, or leave the worker out; answers so far are stored"
             raise UsageError("a worker has other versions than this process", value=values["refused"], hint=hint)
         answer = CellAnswer.from_json(values)
         if answer.how == "run" and self._store is not None:

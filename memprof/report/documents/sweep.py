@@ -31,7 +31,7 @@ class CellAnswer(JsonValue):
     fixes: tuple[str, ...] = ()
     reason: str = ""  # Where memory runs out, the largest part of the peak, the run that decides, or the error.
     run_seconds: float | None = None  # Time that answering took.
-    kept: bool = False  # Answered by an earlier sweep.
+    cached: bool = False  # Answered by an earlier sweep.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class SweepRow:
     command: str  # The command of the cell alone.
     on_frontier: bool = False  # It fits, and no cell that is larger along the size axes, and equal otherwise, does.
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the cell failed, or ran without a verdict."""
+        return self.answer.fits is None and self.answer.how != "left"
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep(DisplayedDocument):
@@ -62,7 +67,7 @@ class Sweep(DisplayedDocument):
     ended: Literal["complete", "interrupted", "stopped"] = "complete"  # Stopped: the executor failed.
     note: str = ""  # Why it stopped.
     seconds: float = 0.0  # Of the whole sweep.
-    store: str | None = None  # Where answers are kept.
+    store: str | None = None  # Where answers are stored.
     assumptions: tuple[str, ...] = field(default=())
     schema: int = SCHEMA
     memprof_version: str = __version__
@@ -71,6 +76,11 @@ class Sweep(DisplayedDocument):
     def count(self, how: str) -> int:
         """Return the number of cells that were answered in this way."""
         return sum(row.answer.how == how for row in self.rows)
+
+    @property
+    def num_failed(self) -> int:
+        """Return the number of cells that failed, or ran without a verdict."""
+        return sum(row.has_failed for row in self.rows)
 
     @property
     def num_fitting(self) -> int:
