@@ -29,7 +29,7 @@ AXES = (
     "attention", "gradient_accumulation", "steps", "new_tokens", "fix", *SIZE_AXES,
 )  # fmt: skip
 SCRIPT_AXES = ("gpu", "gpu_vram_bytes", "fix")
-_DEFAULT = "default"
+_UNSET = "none"
 _FIX_SEPARATOR = re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, ALL_FIXES))})(?![\w-]))")
 
 
@@ -134,13 +134,17 @@ def build_script_grid(words: Sequence[str], axes: Mapping[str, Any], options: Ma
 
 
 def parse_values(name: str, value: Any) -> list[Any]:
-    """Return the values of the axis `name`, each once, from a list or a text with commas, as the option parses them.
-    Raises UsageError, which names the option."""
+    """Return the values of the axis `name`, each once, from a list or a text with commas, as the option parses them;
+    None for "none" where the option has no default. Raises UsageError, which names the option."""
     if name == "fix":
         return [_parse_fix(str(item)) for item in _split(name, value)]
     option = get_options(TargetSpec)[name]
-    values = []
+    is_optional = TargetSpec.__dataclass_fields__[name].default is None
+    values: list[Any] = []
     for item in _split(name, value):
+        if is_optional and item in (None, _UNSET):
+            values.append(None)
+            continue
         try:
             parsed = item if option.parse is None else option.parse(item if option.parse is parse_gib else str(item))
         except UsageError as error:
@@ -213,4 +217,4 @@ def _is_size(name: str, values: Sequence[Any]) -> bool:
 def _format_value(name: str, value: Any) -> str:
     if name == "gpu_vram_bytes":
         return f"{format_size_option(value)}"
-    return _DEFAULT if value is None else str(value)
+    return _UNSET if value is None else str(value)

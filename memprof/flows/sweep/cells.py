@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from memprof.device.visible import hide_gpus
 from memprof.errors import MemprofError
 from memprof.findings import Severity
 from memprof.flows.cost import compute_step_work, find_bottleneck
@@ -50,7 +49,6 @@ def _answer(question: Question) -> CellAnswer:
     if question.run is not None:
         return _answer_script(question)
     assert question.spec is not None
-    hide_gpus()
     # The settings of the caller's environment are in the spec: those of this worker's do not count.
     spec = question.spec if question.spec.alloc_conf is not None else question.spec.edit(alloc_conf="")
     spec, fixes = resolve_fixes(spec, None if question.fix == NO_FIX else question.fix)
@@ -102,7 +100,8 @@ def _build_answer(trace: Trace, document: Report, spec: TargetSpec | RunSpec) ->
         fits=fits,
         needed_bytes=verdict.required_bytes,
         headroom_bytes=None if total_bytes is None else total_bytes - verdict.required_bytes,
-        step_seconds=step_seconds,
+        # A cell that is not the first of its process may differ in some bytes that an operator moves.
+        step_seconds=None if step_seconds is None else float(f"{step_seconds:.6g}"),
         fixes=document.ladder[-1].fixes if document.ladder else (),
         reason=reason,
     )

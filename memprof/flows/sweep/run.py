@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -61,11 +62,11 @@ def run_sweep(
     except KeyboardInterrupt:
         ended = "interrupted"
     finally:
-        sweep.release_claims()
+        sweep.end()
     return Sweep(
         axes=grid.axes,
         rows=sweep.build_rows(),
-        ended=ended,  # type: ignore[arg-type]
+        ended=ended,
         note=note,
         seconds=round(time.monotonic() - begin, 3),
         store=None if opened_store is None else str(opened_store.folder),
@@ -243,13 +244,14 @@ class _Sweep:
             return
         if self._store is not None and index not in self._claims:
             key = self._make_key(index)
-            if self._reads and (cached := self._find_cached(index)) is not None:  # another sweep has answered it
-                self._conclude(index, cached)
-                return
             if not self._store.claim(key):
                 self._foreign.append(index)
                 return
             self._claims[index] = key
+            if self._reads and (cached := self._find_cached(index)) is not None:  # another sweep has answered it
+                self._release(index)
+                self._conclude(index, cached)
+                return
         try:
             losses = self._losses.get(index, 0)
             future = workers.executor.submit(answer_cell, to_payload(question), self._versions, losses)
@@ -330,8 +332,11 @@ class _Sweep:
         if key is not None and self._store is not None:
             self._store.release(key)
 
-    def release_claims(self) -> None:
-        """Withdraw the claims of cells that were not answered."""
+    def end(self) -> None:
+        """Take the answers that have come, and withdraw the claims on all other cells."""
+        with contextlib.suppress(UsageError):
+            for future in [future for future in self._futures if future.done()]:
+                self._take(future)
         for index in [*self._claims]:
             self._release(index)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from memprof.report.documents.base import DisplayedDocument
 from memprof.report.frames import RowTable
@@ -64,11 +63,11 @@ class Sweep(DisplayedDocument):
 
     axes: tuple[SweepAxis, ...]
     rows: tuple[SweepRow, ...]
-    ended: Literal["complete", "interrupted", "stopped"] = "complete"  # Stopped: the executor failed.
+    ended: str = "complete"  # complete, interrupted, or stopped: the executor failed.
     note: str = ""  # Why it stopped.
     seconds: float = 0.0  # Of the whole sweep.
     store: str | None = None  # Where answers are stored.
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
     schema: int = SCHEMA
     memprof_version: str = __version__
     command: str = "sweep"
