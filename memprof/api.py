@@ -330,7 +330,7 @@ def sweep(
     store: str | Path | None = None,
     cache: bool = True,
     workers: int | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """Say of a grid of configurations which fit, as `memprof sweep`; `frames()["cells"]` of the result is a data frame.
@@ -364,4 +364,10 @@ def sweep(
             "axes are those of a script", value=", ".join(axes), hint="give them as options: batch_size=[1, 2]"
         )
     grid = build_script_grid(list(script), axes or {}, options) if script else build_spec_grid(options)
-    return run_sweep(grid, executor, exact=exact, store=store, cache=cache, workers=workers, progress=progress)
+    return run_sweep(
+        grid, executor, exact=exact, store=store, cache=cache, workers=workers, progress=progress or _ignore
+    )
+
+
+def _ignore(work: str) -> None:
+    """Report no progress."""

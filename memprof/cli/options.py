@@ -43,6 +43,7 @@ _MAX_BY_OPTION = {
     # Loops run over the first ones; the others have tables in host memory.
     **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
     "seeds": 10**3,
+    "workers": 10**4,
     "batch_size": 1 << 24,
     "effective_batch": 1 << 24,
     "context_length": 1 << 27,

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from memprof.report.documents.sweep import Sweep
 
 EXAMPLES = """
-memprof sweep --model qwen3-4b --context-length 4k,16k,64k --batch-size 1,2,4,8 --gpu rtx-4090,h100-80gb
-memprof sweep --model-size 1B,4B --batch-size 1,4 --gpu rtx-4090 --fix none,auto --html sweep.html
+memprof sweep --model qwen3-4b --context-length 4k,16k --batch-size 1,2,4
+memprof sweep --model-size 1B,4B --gpu t4,rtx-4090 --fix none,auto
 memprof sweep --gpu t4,rtx-4090 train.py --bs {batch} -- batch=8,16,32
-memprof sweep --config sweep.yaml --executor dask:tcp://HOST:8786 --store /shared/answers
+memprof sweep --model gpt2 --batch-size 1,4 --executor dask:tcp://HOST:8786
 """
 MAIN_OPTIONS = (
     "command", "model", "model_is_size", "gpu", "gpu_vram_bytes", "context_length", "batch_size", "fix", "dtype",
@@ -111,7 +111,7 @@ class SweepOptions(ExplainOptions, TableOptions, PageOptions):
 
     exact: bool = reuse_option("exact", note="Every cell is run.")
     executor: str | None = option(
-        None, _RUNNING_PANEL, "Where cells are run: dask:tcp://HOST:PORT of a scheduler (docs/sweep.md has others).",
+        None, _RUNNING_PANEL, "Where cells are run: dask:tcp://HOST:PORT of a scheduler (`memprof help sweep`).",
         metavar="NAME", unset="processes of this machine",
     )  # fmt: skip
     workers: int | None = option(

@@ -100,8 +100,7 @@ def _build_answer(trace: Trace, document: Report, spec: TargetSpec | RunSpec) ->
         fits=fits,
         needed_bytes=verdict.required_bytes,
         headroom_bytes=None if total_bytes is None else total_bytes - verdict.required_bytes,
-        # A cell that is not the first of its process may differ in some bytes that an operator moves.
-        step_seconds=None if step_seconds is None else float(f"{step_seconds:.6g}"),
+        step_seconds=step_seconds,
         fixes=document.ladder[-1].fixes if document.ladder else (),
         reason=reason,
     )

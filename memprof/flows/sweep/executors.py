@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.fixes.catalog import check_package
 from memprof.flows.profile import count_parallel_runs, preload_imports
 from memprof.flows.sweep.questions import Question
+from memprof.spec import TargetSpec
 
 DASK_PREFIX = "dask:"
 # Cells that an executor of the caller gets at once, of whose workers nothing is known.
@@ -30,9 +31,9 @@ class Workers:
 
 @contextlib.contextmanager
 def open_workers(
-    executor: Executor | str | None, question: Question, progress: Callable[[str], None], workers: int | None
+    executor: Executor | str | None, questions: Sequence[Question], progress: Callable[[str], None], workers: int | None
 ) -> Iterator[Workers]:
-    """Context manager: the workers of a sweep, which has cells like `question`; only our own are shut down.
+    """Context manager: the workers of a sweep for `questions`; only our own are shut down.
 
     `executor` is None for local processes, `dask:ADDRESS` of a scheduler, or an executor. `workers` is how many cells
     it answers at once; None: as many as there are, as far as that is known. Raises UsageError: no such executor.
@@ -43,23 +44,31 @@ def open_workers(
     elif executor is not None:
         yield Workers(executor, workers or _UNKNOWN_WIDTH)
     else:
-        with _open_local(question, progress, workers) as local:
+        with _open_local(questions, progress, workers) as local:
             yield local
 
 
 @contextlib.contextmanager
-def _open_local(question: Question, progress: Callable[[str], None], workers: int | None) -> Iterator[Workers]:
-    if question.spec is not None:
-        preload_imports(question.spec, progress)
-        # Without --workers: the user's own code may depend on files of an earlier run.
-        workers = workers or count_parallel_runs(question.spec)
+def _open_local(
+    questions: Sequence[Question], progress: Callable[[str], None], workers: int | None
+) -> Iterator[Workers]:
+    specs = [question.spec for question in questions if question.spec is not None]
+    if specs:
+        preload_imports(specs[0], progress)
+        # The user's own code may depend on files of an earlier run.
+        workers = workers or min(count_parallel_runs(spec) for spec in _select_models(specs))
     from memprof.workload.pool import WorkerPool  # needs torch
 
-    pool = WorkerPool(workers or 1)
+    pool = WorkerPool(min(workers or 1, len(questions)))
     try:
         yield Workers(pool.executor, pool.num_workers, pool.restart)
     finally:
         pool.kill()
+
+
+def _select_models(specs: Sequence[TargetSpec]) -> Collection[TargetSpec]:
+    """Return one of `specs` for each model."""
+    return {spec.model: spec for spec in specs}.values()
 
 
 @contextlib.contextmanager

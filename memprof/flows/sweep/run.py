@@ -54,9 +54,9 @@ def run_sweep(
     ended, note = "complete", ""
     try:
         sweep.answer_without_runs()
-        question = sweep.find_open_question()
-        if question is not None:
-            with open_workers(executor, question, progress, workers) as opened:
+        questions = sweep.list_open_questions()
+        if questions:
+            with open_workers(executor, questions, progress, workers) as opened:
                 note = sweep.run(opened)
                 ended = "stopped" if note else ended
     except KeyboardInterrupt:
@@ -182,10 +182,10 @@ class _Sweep:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def find_open_question(self) -> Question | None:
-        """Return the question of the first cell that is not answered; None if all are."""
-        cells = (cell for cell, answer in zip(self._grid.cells, self._answers, strict=True) if answer is None)
-        return next((cell.question for cell in cells if cell.question is not None), None)
+    def list_open_questions(self) -> list[Question]:
+        """Return the questions of the cells that are not answered."""
+        cells = zip(self._grid.cells, self._answers, strict=True)
+        return [cell.question for cell, answer in cells if answer is None and cell.question is not None]
 
     def run(self, workers: Workers) -> str:
         """Run the open cells; return why the executor cannot go on, or "" once all cells are answered."""
