@@ -29,6 +29,16 @@ class Workers:
     restart: Callable[[], Executor] | None = None
 
 
+def check_executor(executor: Executor | str | None) -> None:
+    """Raise UsageError if `executor` is a name, and there is none of this name, or its package is not installed."""
+    if not isinstance(executor, str):
+        return
+    if not executor.startswith(DASK_PREFIX) or executor == DASK_PREFIX:
+        hint = f"give {DASK_PREFIX}tcp://HOST:8786; others with memprof.sweep(executor=...)"
+        raise UsageError("no such executor", value=executor, hint=hint)
+    check_package(f"--executor {DASK_PREFIX}ADDRESS", "distributed")
+
+
 @contextlib.contextmanager
 def open_workers(
     executor: Executor | str | None, questions: Sequence[Question], progress: Callable[[str], None], workers: int | None
@@ -36,7 +46,7 @@ def open_workers(
     """Context manager: the workers of a sweep for `questions`; only our own are shut down.
 
     `executor` is None for local processes, `dask:ADDRESS` of a scheduler, or an executor. `workers` is how many cells
-    it answers at once; None: as many as there are, as far as that is known. Raises UsageError: no such executor.
+    it answers at once; None: as many as there are, as far as that is known. Raises MemprofError: there is no scheduler.
     """
     if isinstance(executor, str):
         with _connect(executor, workers) as connected:
@@ -73,10 +83,6 @@ def _select_models(specs: Sequence[TargetSpec]) -> Collection[TargetSpec]:
 
 @contextlib.contextmanager
 def _connect(name: str, workers: int | None) -> Iterator[Workers]:
-    if not name.startswith(DASK_PREFIX) or name == DASK_PREFIX:
-        hint = f"give {DASK_PREFIX}tcp://HOST:8786; others with memprof.sweep(executor=...)"
-        raise UsageError("no such executor", value=name, hint=hint)
-    check_package("--executor dask:ADDRESS", "distributed")
     from distributed import Client
 
     address = name.removeprefix(DASK_PREFIX)

@@ -15,7 +15,7 @@ from memprof.flows.cache.store import CLAIM_SECONDS, Store, get_cache_folder
 from memprof.flows.sweep.axes import Grid
 from memprof.flows.sweep.bounds import MARGIN, Line, estimate_cell, find_frontier
 from memprof.flows.sweep.cells import answer_cell
-from memprof.flows.sweep.executors import Workers, open_workers
+from memprof.flows.sweep.executors import Workers, check_executor, open_workers
 from memprof.flows.sweep.questions import NO_FIX, SEARCH, Question, read_versions, to_payload
 from memprof.report.documents.sweep import CellAnswer, Sweep, SweepRow
 
@@ -48,6 +48,7 @@ def run_sweep(
     fails for good, the cells that are not answered are left. Raises UsageError: no such executor; a worker has other
     versions than this process.
     """
+    check_executor(executor)
     begin = time.monotonic()
     opened_store = _open_store(store)
     sweep = _Sweep(grid, opened_store, exact=exact, reads=cache, progress=progress)

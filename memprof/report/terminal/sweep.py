@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -12,8 +13,10 @@ from memprof.report.terminal.cells import format_seconds, join_first
 from memprof.report.terminal.console import AlignedLines, dim, make_heading, make_section
 from memprof.units import gib
 
-_MAX_ROWS = 24  # Rows of a table without --full: the whole is at most 40 lines.
+_MAX_ROWS = 22  # Rows of a table without --full: the whole is at most 40 lines.
 _MAX_FAILED, _MAX_LARGEST = 4, 4
+_COLUMNS = 100
+_LONGEST_WORD = 12  # Columns that a line may lose where it wraps.
 _LABELS = {
     "model": "models", "gpu": "GPUs", "gpu_vram_bytes": "GPUs", "gpus": "numbers of GPUs", "fix": "kinds of fixes",
     "context_length": "context lengths", "batch_size": "batch sizes", "dtype": "dtypes", "optimizer": "optimizers",
@@ -104,12 +107,14 @@ def _render_cells(document: Sweep, rows: Sequence[SweepRow], *, full: bool) -> R
         )
         for row in rows
     ]
+    if not full and not any(row.answer.fixes for row in rows):
+        headers, cells = headers[:-1], [cell[:-1] for cell in cells]
     legend = (
         "* the largest that fit. step: the least time at this GPU's published rates. ~ about, <= at most, >= at least: "
         "not run."
     )
     return make_section(
-        "Cells", AlignedLines(headers, cells, optional=("step", "answered by", "headroom")), dim(legend), below=1
+        "Cells", AlignedLines(headers, cells, optional=("answered by", "headroom", "step")), dim(legend), below=1
     )
 
 
@@ -159,10 +164,19 @@ def _render_frontier(document: Sweep, *, full: bool) -> RenderableType:
         (*key, join_first([describe(row) for row in rows], len(rows) if full else _MAX_LARGEST) or "none")
         for key, rows in largest.items()
     ]
-    shown = lines if full else lines[:_MAX_ROWS]
+    shown = lines if full else lines[: _count_rows(lines)]
     headers = [*(format_axis_name(document.axes[place]) for place in places), f"{name} (GPU memory, least step time)"]
     more = f"{len(lines) - len(shown):,} more rows: --full" if len(lines) > len(shown) else ""
     return make_section("The largest that fit", AlignedLines(headers, shown), *([dim(more)] if more else []), below=1)
+
+
+def _count_rows(rows: Sequence[tuple[str, ...]]) -> int:
+    """Return how many of `rows`, whose last cell wraps at 100 columns, take `_MAX_ROWS` lines together at most."""
+    room = max(
+        _COLUMNS - sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1]), _COLUMNS // 3
+    )
+    ends = itertools.accumulate(-(-len(row[-1]) // (room - _LONGEST_WORD)) for row in rows)
+    return sum(end <= _MAX_ROWS for end in ends)
 
 
 def _render_failed(document: Sweep, *, full: bool) -> list[RenderableType]:

@@ -13,7 +13,6 @@ import pytest
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.sweep.axes import build_script_grid, build_spec_grid
 from memprof.flows.sweep.cells import answer_cell
-from memprof.flows.sweep.executors import open_workers
 from memprof.flows.sweep.questions import read_versions, to_payload
 from memprof.flows.sweep.run import run_sweep
 
@@ -67,10 +66,9 @@ def test_a_cell_that_fails_is_an_answer(monkeypatch):
 
 
 def test_there_is_no_such_executor():
-    question = build_spec_grid(GRID).cells[0].question
     for name in ("ray:1", "dask:"):
-        with pytest.raises(UsageError, match="no such executor"), open_workers(name, [question], print, None):
-            pass
+        with pytest.raises(UsageError, match="no such executor"):
+            run_sweep(build_spec_grid(GRID), name)
 
 
 @pytest.mark.nightly
