@@ -188,7 +188,7 @@ def _build_grid(values: Mapping[str, Sequence[Any]], ask: Any) -> Grid:
         SweepAxis(name, tuple(_format_value(name, one) for one in of), _is_size(name, of))
         for name, of in values.items()
     )
-    cells, errors = [], list[MemprofError]()
+    cells = list[Cell]()
     good: set[tuple[str, Any]] = set()
     bad: dict[tuple[str, Any], MemprofError] = {}
     for combination in itertools.product(*values.values()):
@@ -199,13 +199,12 @@ def _build_grid(values: Mapping[str, Sequence[Any]], ask: Any) -> Grid:
             cells.append(Cell(texts, sizes, ask(cell)))
             good.update(cell.items())
         except MemprofError as error:
-            errors.append(error)
             cells.append(Cell(texts, sizes, None, error.line))
             bad |= {item: error for item in cell.items() if item not in bad}
     # A value with which nothing can be asked is an error of the whole: a name misspelt, for instance.
-    for item, error in bad.items():
+    for item, reason in bad.items():
         if item not in good:
-            raise error
+            raise reason
     return Grid(axes, tuple(cells))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memprof.report.documents.base import DisplayedDocument
@@ -101,5 +102,5 @@ class Sweep(DisplayedDocument):
         }
 
 
-def _convert(values: tuple[str, ...], kinds: list[type]) -> list[str | int]:
+def _convert(values: tuple[str, ...], kinds: Sequence[type]) -> list[str | int]:
     return [int(value) if kind is int else value for value, kind in zip(values, kinds, strict=True)]

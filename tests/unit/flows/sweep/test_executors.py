@@ -1,5 +1,6 @@
 """Cells in real executors: local processes of which one is killed, a dask cluster, and processes that share a store."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from memprof.flows.sweep.axes import build_script_grid, build_spec_grid
 from memprof.flows.sweep.cells import answer_cell
 from memprof.flows.sweep.questions import read_versions, to_payload
 from memprof.flows.sweep.run import run_sweep
+from memprof.report.documents.sweep import Sweep
 
 GRID = {"model": "1M", "model_is_size": True, "gpu_vram_bytes": "1,2", "context_length": "16,32", "batch_size": "1,2,4"}
 SWEEP = f"""
@@ -177,3 +179,32 @@ def test_a_script_is_swept_one_run_after_another(tmp_path, monkeypatch):
     document = run_sweep(grid, store=tmp_path / "store")
     assert [row.answer.fits for row in document.rows] == [True, False, None]
     assert document.rows[2].answer.how == "failed" and "invalid literal" in document.rows[2].answer.reason
+
+
+@pytest.mark.nightly
+def test_few_runs_give_the_frontier_of_all_runs(tmp_path):
+    """Of real cells, some of them near the limit, and with a search for fixes."""
+    options = {"model": "pythia-70m", "gpu_vram_bytes": "1.5,3", "fix": "none,auto"}
+    grid = build_spec_grid({**options, "context_length": "64,128,512", "batch_size": "1,4,16"})
+    few = run_sweep(grid, store=tmp_path / "a")
+    every = run_sweep(grid, store=tmp_path / "b", exact=True)
+    assert [row.answer.fits for row in few.rows] == [row.answer.fits for row in every.rows]
+    assert [row.on_frontier for row in few.rows] == [row.on_frontier for row in every.rows]
+    assert few.count("run") < every.count("run") == 36
+    assert {row.answer.fits for row in every.rows} == {True, False}
+
+
+@pytest.mark.nightly
+def test_ctrl_c_prints_the_table_so_far(tmp_path):
+    words = ("--model-size", "1M", "--gpu-vram", "1,2", "--context-length", "8,16,32,64", "--batch-size", "1,2,3,4,5,6")
+    command = [sys.executable, "-m", "memprof", "sweep", *words, "--exact", "--workers", "2", "--store", str(tmp_path)]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 120
+    while sum(not path.name.startswith(".") for path in tmp_path.iterdir()) < 4 and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    document = Sweep.from_json(json.loads(stdout))
+    assert process.returncode == 130 and document.ended == "interrupted", stderr
+    assert document.count("run") + document.count("left") == 48 and document.count("run") >= 4
+    assert not [*tmp_path.glob(".*.claim.*")]
