@@ -353,7 +353,7 @@ def sweep(
         UsageError: a value is unknown, or a worker has other versions than this process.
 
     Example:
-        table = memprof.sweep(model="gpt2", batch_size=[1, 2], context_length=64, gpu=["t4", "rtx-4090"])
+        table = memprof.sweep(model="gpt2", batch_size=[1, 2], context_length=64, gpu=["rtx-4090", "h100-80gb"])
         print(table.frames()["cells"][["gpu", "batch_size", "fits", "needed_bytes"]])
     """
     from memprof.flows.sweep.axes import build_script_grid, build_spec_grid

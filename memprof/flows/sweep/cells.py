@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import threading
@@ -41,7 +42,8 @@ def answer_cell(question: dict[str, Any], versions: dict[str, str], attempt: int
             values = _answer(Question.from_json(question)).to_json()
         except MemprofError as error:
             values = CellAnswer("failed", None, reason=error.line).to_json()
-        freeze_existing_objects()  # collects reference cycles of the run
+        if multiprocessing.parent_process() is not None:  # a worker's own process, which goes on with other cells
+            freeze_existing_objects()  # collects reference cycles of the run
         return values | {"run_seconds": round(time.perf_counter() - begin, 3)}
 
 

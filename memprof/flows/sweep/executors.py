@@ -94,6 +94,8 @@ def _connect(name: str, workers: int | None) -> Iterator[Workers]:
     with client:
         # Two for each thread: one is answered while the next is on its way.
         threads = sum(client.nthreads().values())
-        with client.get_executor() as executor:
+        executor = client.get_executor()
+        try:
             yield Workers(executor, workers or max(2 * threads, 2))
+        finally:
             executor.shutdown(wait=False)

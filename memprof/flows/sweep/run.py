@@ -334,10 +334,13 @@ class _Sweep:
             self._store.release(key)
 
     def end(self) -> None:
-        """Take the answers that have come, and withdraw the claims on all other cells."""
+        """Take the answers that have come, and withdraw all other cells, with the claims on them."""
         with contextlib.suppress(UsageError):
-            for future in [future for future in self._futures if future.done()]:
-                self._take(future)
+            for future in [*self._futures]:
+                if future.done():
+                    self._take(future)
+                else:
+                    future.cancel()
         for index in [*self._claims]:
             self._release(index)
 
