@@ -111,6 +111,7 @@ class _Sweep:
         self._queue: deque[list[int]] = deque()  # open cells of each line
         self._lost: deque[int] = deque()  # to be run again, one at a time
         self._losses: dict[int, int] = {}
+        self._loss_errors: dict[int, str] = {}
         self._foreign: deque[int] = deque()  # claimed by another sweep
         self._futures: dict[Future[dict[str, object]], int] = {}
         self._claims: dict[int, str] = {}
@@ -289,6 +290,7 @@ class _Sweep:
             self._release(index)
             return None
         if error is not None:
+            self._loss_errors[index] = first_line(error) or type(error).__name__
             if type(error).__name__ in _FINAL_ERRORS:
                 self._losses[index] = MAX_LOSSES
             return index
@@ -310,7 +312,7 @@ class _Sweep:
             self._lost.append(index)
             return
         self._release(index)
-        reason = f"its worker was lost {losses} times (out of host memory?)"
+        reason = f"its worker was lost {losses} times: {self._loss_errors.get(index, 'it was killed')}"
         self._set(index, CellAnswer("failed", None, reason=reason))
 
     def _restart(self, workers: Workers) -> list[int]:

@@ -99,7 +99,7 @@ def test_a_lost_worker_costs_a_cell_two_more_runs_at_most(tmp_path, losses, how)
     document = _sweep(executor, tmp_path, {**GRID, "gpu_vram_bytes": "1"}, exact=True)
     (row,) = [row for row in document.rows if row.values[2:] == ("64", "4")]
     assert row.answer.how == how and len(lost) == losses
-    assert ("lost 3 times" in row.answer.reason) == (how == "failed")
+    assert ("lost 3 times: connection closed" in row.answer.reason) == (how == "failed")
     assert document.count("run") == 25 - (how == "failed") and max(executor.calls.values()) == 3
 
 
