@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memprof.cli.options import OUTPUT_PANEL, reuse_option
+from memprof.cli.options import reuse_option
 from memprof.cli.output import ExplainOptions, print_json
 from memprof.cli.progress import show_progress
 from memprof.cli.streams import echo
 from memprof.errors import UsageError
 from memprof.estimate.options import EstimateOptions
-from memprof.spec import option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, SimulatedRun
@@ -38,7 +37,7 @@ class ModelOptions(ExplainOptions):
 class EstimateCommandOptions(EstimateOptions, ModelOptions):
     """Options of `memprof estimate`."""
 
-    exact: bool = option(False, OUTPUT_PANEL, "Run the same on the virtual GPU as well, and show both, term by term.")
+    exact: bool = reuse_option("exact", note="Both are shown, term by term.")
 
 
 def estimate(request: EstimateCommandOptions) -> None:

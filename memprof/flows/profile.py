@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from memprof.allocator import CurrentSettings
 from memprof.device.host import available_bytes
-from memprof.errors import RunFailedError, UsageError
+from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.catalog import ALL_FIXES
 from memprof.flows.account import analyze
 from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
@@ -183,6 +183,18 @@ def count_parallel_runs(spec: TargetSpec) -> int:
     # The user's code may depend on files of an earlier run.
     is_own_code = spec.trust_remote_code or bool(colon and factory.isidentifier())
     return count_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
+
+
+def preload_imports(spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    """Run a small model with the options of `spec`, so that workers forked afterwards share its imports."""
+    progress("importing torch and the libraries")
+    small_spec = spec.edit(
+        model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None,
+        lengths=None, parallel=spec.parallel and "fsdp", rank=None, fixes=(),
+    )  # fmt: skip
+    with contextlib.suppress(MemprofError):  # the runs themselves raise it again
+        profile(small_spec, with_details=False)
+    freeze_existing_objects()
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
