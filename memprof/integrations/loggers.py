@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memprof.report.documents.report import Report
 from memprof.report.export.image import draw_run
 from memprof.report.export.markdown import to_markdown
 from memprof.units import GIB
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 def log_to_wandb(report: Report, run: Any) -> None:
@@ -72,8 +69,8 @@ def collect_values(report: Report) -> dict[str, float]:
     return values if verdict.fits is None else values | {"memprof/fits": float(verdict.fits)}
 
 
-def _list_tables(report: Report) -> Iterator[tuple[str, DataFrame]]:
-    """Yield name and data frame of each table that has rows; unknown values are None, the only one that wandb takes."""
+def _list_tables(report: Report) -> Iterator[tuple[str, Any]]:
+    """Yield name and pandas data frame of each table that has rows; unknown values are None, as wandb needs them."""
     for name, frame in report.frames().items():
         if len(frame):
             yield name, frame.astype(object).where(frame.notna(), None)
