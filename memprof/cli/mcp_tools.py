@@ -92,7 +92,8 @@ class Tool:
         for option in self.options:
             value = values.get(_to_input(option))
             if option == "model" and isinstance(value, str):
-                _check_readable(value.partition(":")[0], roots, must_exist=False)
+                for name in {value, value.rpartition(":")[0] or value}:  # a file, or file.py:factory
+                    _check_readable(name, roots, must_exist=False)
             if value is True:
                 words.append(f"--{option}")
             elif value not in (None, False):
@@ -150,8 +151,9 @@ def _check_readable(name: str, roots: tuple[Path, ...], *, must_exist: bool = Tr
     """Return `name` if it is a file in one of `roots`; raise UsageError. A name without a file is that of a model."""
     path = Path(name)
     try:
+        path = path.expanduser()
         resolved, exists = path.resolve(), path.exists()
-    except (OSError, ValueError):  # too long, or with a null character
+    except (OSError, RuntimeError, ValueError):  # too long, of nobody's home, or with a null character
         resolved, exists = path, False
     if not exists and not must_exist:
         return name

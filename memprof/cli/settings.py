@@ -140,7 +140,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def is_command_line_only(name: str) -> bool:
-    """Return whether an option is not allowed in settings files: it names code to run, files to write, or folders to open."""
+    """Return whether an option is not allowed in settings files: it names code to run, files to write or to read."""
     return name in _COMMAND_LINE_ONLY and name not in _ALLOWED_IN_CONFIG
 
 

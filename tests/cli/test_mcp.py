@@ -142,6 +142,8 @@ def test_inputs_become_options(tmp_path: Path) -> None:
         ("doctor", {"file": "/etc/hostname"}, "may not be read"),
         ("profile", {"model": "../model.py:build"}, "may not be read"),
         ("will_it_fit", {"model": "/etc/passwd"}, "may not be read"),
+        ("will_it_fit", {"model": "~"}, "may not be read"),
+        ("doctor", {"file": "~nobody-of-this-name/log"}, "may not be read"),
     ],
 )
 def test_other_files_are_out_of_reach(
