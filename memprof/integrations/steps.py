@@ -88,7 +88,8 @@ class StepMeter:
         for hook in self._hooks:
             hook.remove()
         if self._explainer is not None:
-            self._explainer.stop()
+            if torch.cuda.is_available():  # not after a virtual GPU
+                self._explainer.stop()
             if sys.excepthook == self._explain_uncaught:  # else another took its place, and calls it
                 sys.excepthook = self._excepthook
 
@@ -104,6 +105,8 @@ class StepMeter:
             return {}
         self._record_stage()
         peaks, self._peaks = self._peaks, {}
+        if not peaks:
+            return {}
         reserved_bytes, self._reserved_bytes = self._reserved_bytes, 0
         if _FORWARD not in peaks and _OTHER in peaks:
             peaks[_UNSPLIT] = peaks.pop(_OTHER)
@@ -149,6 +152,8 @@ class StepMeter:
     def _record_stage(self) -> None:
         """Read the counters of the current stage, and reset their peaks."""
         counters = torch.cuda.memory_stats_as_nested_dict()
+        if not counters:  # a virtual GPU that has ended before `stop`
+            return
         allocated = counters["allocated_bytes"]["all"]
         self._peaks[self._stage] = max(self._peaks.get(self._stage, 0), allocated["peak"])
         self._reserved_bytes = max(self._reserved_bytes, counters["reserved_bytes"]["all"]["peak"])

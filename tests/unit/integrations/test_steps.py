@@ -136,6 +136,17 @@ def test_a_second_meter_ends_the_first() -> None:
         assert not first.read() and second.read()
 
 
+def test_a_gpu_that_has_ended_is_no_error(tmp_path: Path) -> None:
+    meter = StepMeter(tmp_path / "oom.pickle")
+    with memprof.virtual_gpu("rtx-4090"):
+        meter.start()
+        meter.read()
+    layer = nn.Linear(2, 2)
+    torch.optim.SGD(layer.parameters()).step()
+    assert not meter.read()
+    meter.stop()
+
+
 def test_without_a_gpu_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         meter = StepMeter(snapshot=None)
