@@ -109,7 +109,7 @@ CODE_MEANINGS = {
     "--markdown": "as Markdown", "--github": "into a job's summary",
     "--explain": "what it rests on", "--full": "all of a report",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
-    "--log": "a line for each look",
+    "--log": "a line for each look", "--root": "what an assistant may read",
     "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--no-color": "without colours",
