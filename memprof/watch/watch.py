@@ -180,9 +180,8 @@ class Watch(ABC):
                 self._mark_inputs(value)
             elif isinstance(value, dict):
                 self._mark_inputs(value.values())
-            elif isinstance(value, torch.Tensor) and has_memory(value):
-                if not isinstance(value, nn.Parameter) and not _is_made_of_weights(value):
-                    self.mark_input(value)
+            elif isinstance(value, torch.Tensor) and has_memory(value) and not _is_made_of_weights(value):
+                self.mark_input(value)
 
     def _record_failed_phase(self, error: BaseException) -> None:
         vars(error).setdefault(_PHASE_ATTRIBUTE, self.current_phase)  # the innermost phase knows best
@@ -313,11 +312,13 @@ class Watch(ABC):
 
 
 def _is_made_of_weights(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` may be computed of parameters: a long graph counts as one that leads to some.
+    """Return whether `tensor` is a parameter or may be computed of some, to which a long graph may lead.
 
     The coordinates of a physics-informed network require gradients, and are joined or scaled before its call.
     """
-    nodes = [] if tensor.grad_fn is None else collect_nodes([tensor], _MAX_INPUT_NODES)
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    nodes = collect_nodes([tensor], _MAX_INPUT_NODES)
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     return len(nodes) == _MAX_INPUT_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 

@@ -43,8 +43,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(
             free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}),
             f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of "
-            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {_format_line(trace, module)} (gradients end "
-            "there)",
+            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {_format_line(trace, module)} (gradients "
+            "end there)",
         )
 
 

@@ -1,4 +1,4 @@
-"""Which arguments of a model's call are inputs: of tensors that require gradients too, if no parameter is among them."""
+"""Which arguments of a model's call are inputs: tensors that require gradients too, if no parameter is among them."""
 
 from __future__ import annotations
 
