@@ -500,6 +500,9 @@ class Trace:
     # Storages of pairs of a column [N, 1] and a row [N], the first of each shape and line; of a simulated run.
     column_broadcasts: list[int] = field(default_factory=list)
     frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
+    # `file:line function` of statements that are a call of torch.no_grad() or inference_mode() alone, which does
+    # nothing, in the files that called models with gradients; of a simulated run.
+    unused_no_grads: list[str] = field(default_factory=list)
     # Whether the program has switched on activation checkpointing in a model that it trains (in a simulated run).
     checkpoints: bool = False
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors

@@ -52,6 +52,26 @@ def _find_display_lines(source_text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+def list_unused_no_grads(file: str) -> list[str]:
+    """Return `file:line function` of the statements of `file` that only call torch.no_grad() or inference_mode(): such
+    a call changes nothing without `with`."""
+    linecache.checkcache(file)
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    functions: dict[ast.AST, str] = {tree: "<module>"}
+    lines = []
+    for node in ast.walk(tree):  # a function before what is in it
+        inside = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else functions[node]
+        functions.update(dict.fromkeys(ast.iter_child_nodes(node), inside))
+        if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in ("no_grad", "inference_mode"):
+                lines.append(f"{file}:{node.lineno} {inside}")
+    return lines
+
+
 def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: str = "") -> str | None:
     """Return `file:line function` of the first line of `code` that adds to `variable`; None if there is none.
 

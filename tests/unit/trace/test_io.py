@@ -75,6 +75,7 @@ def sample() -> Trace:
         failed_forward=Forward(3, 4, 0, 0, False, 7, ()),
         eval_calls=[EvalCall(3, 0, 0)],
         frozen_in_vain=[FrozenInVain(0, None, (0,))],
+        unused_no_grads=["/home/ä/train.py:2 main"],
         column_broadcasts=[0],
     )
 
