@@ -22,7 +22,9 @@ from memprof.report.terminal.layout import output_width
 from memprof.torch_private import cuda as torch_private_cuda
 from memprof.trace.files import PICKLE_MAGIC, FileKind, check_output_path, write_atomically
 
-_SNAPSHOT = FileKind("snapshot", "the path", lambda begin, end: begin.startswith(PICKLE_MAGIC))
+_SNAPSHOT = FileKind(
+    "snapshot", 'snapshot="oom.pickle"', lambda begin, end: begin.startswith(PICKLE_MAGIC), "remove it"
+)
 
 
 @contextlib.contextmanager
