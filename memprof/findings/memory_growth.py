@@ -270,7 +270,10 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
-    text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
+    text = (
+        f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other; or "
+        "call it under torch.no_grad() if none follows (the rollout of a policy)"
+    )
     return Evidence(text, source=source)
 
 
