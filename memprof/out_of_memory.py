@@ -23,7 +23,9 @@ from memprof.torch_private import cuda as torch_private_cuda
 from memprof.trace.files import PICKLE_MAGIC, FileKind, check_output_path, write_atomically
 
 MAX_ENTRIES = 100_000  # allocations and frees that are kept, the last ones
-_SNAPSHOT = FileKind("snapshot", "the path", lambda begin, end: begin.startswith(PICKLE_MAGIC))
+_SNAPSHOT = FileKind(
+    "snapshot", 'snapshot="oom.pickle"', lambda begin, end: begin.startswith(PICKLE_MAGIC), "remove it"
+)
 
 
 class OomExplainer:

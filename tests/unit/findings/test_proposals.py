@@ -166,6 +166,12 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
         {"torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
     ),
     "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
+    "calls of a cell": (
+        programs.recurrence,
+        1,
+        ["truncated backpropagation through", "micro-batch=1024", "amp-bfloat16"],
+        {"truncated backpropagation through": partial(programs.recurrence, 8)},
+    ),
 }
 
 

@@ -1,0 +1,59 @@
+"""Models that take turns on a GPU until it is full, and models that are trained together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.findings import Finding, find_all
+from memprof.units import MIB
+from tests.unit.full_gpu import run_out_of_memory
+
+WIDTH, NUM_CLIENTS = 2048, 12  # 16 MiB for each weight, as much for its gradient, and for momentum
+
+pytestmark = pytest.mark.usefixtures("small_heap")
+
+
+def make_clients() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    server = nn.Linear(WIDTH, WIDTH, bias=False).cuda()
+    clients: list[nn.Module] = [copy.deepcopy(server) for _ in range(NUM_CLIENTS)]
+    return clients, [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in clients]
+
+
+def take_turns() -> None:
+    for client, optimizer in zip(*make_clients(), strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            client(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+
+
+def train_together() -> None:
+    clients, optimizers = make_clients()
+    for _ in range(3):
+        for client in clients:
+            client(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def find(program: Callable[[], None]) -> list[Finding]:
+    findings = find_all(run_out_of_memory(program, 400 * MIB))
+    return [one for one in findings if "take turns" in one.title]
+
+
+def test_one_computes_and_the_others_wait() -> None:
+    (finding,) = find(take_turns)
+    assert (
+        finding.is_decisive and f"{NUM_CLIENTS} models alike made at findings/test_waiting_models.py:" in finding.title
+    )
+    assert finding.num_bytes is not None and finding.num_bytes > 200 * MIB
+
+
+def test_all_are_trained_in_each_step() -> None:
+    assert find(train_together) == []
