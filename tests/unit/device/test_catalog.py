@@ -42,7 +42,7 @@ NVLINK_GB = {
 }  # fmt: skip
 
 
-# GPUs whose memory is the machine's: one link is as fast as the memory, and the peaks of tensor cores are not published.
+# GPUs with the memory of the machine: the link is as fast as the memory; peaks of tensor cores are not published.
 UNIFIED = {key for key in KEYS if key.startswith(("jetson", "gb10", "ryzen"))}
 
 
