@@ -75,7 +75,7 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def list_suggested_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs of the catalog that memprof names without being asked for them."""
+    """Return the GPUs of the catalog that memprof proposes by itself."""
     return tuple(gpu for gpu in list_gpus() if gpu.is_suggested)
 
 

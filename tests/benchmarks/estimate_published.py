@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -141,7 +141,7 @@ def _torchtune(row: Row) -> Question | str:
     if row.model == "Llama-3.1-8B":
         return UNKNOWN if row.gpu == "1x A6000" else RECIPE
     if row.model == "Llama-3.2-3B":
-        shapes = {
+        shapes: dict[str, dict[str, Any]] = {
             "baseline full FT": {"lengths": ALPACA, "context_length": 4096},
             "+ packed": {"context_length": 4096},
         }
@@ -217,7 +217,7 @@ def _qwen3(row: Row) -> Question:
     return Question(model, "inference", dtype, ALLOCATED, 2**20, "h20-96gb", "last token", asked)
 
 
-_SOURCES = {
+_SOURCES: dict[str, Callable[[Row], Question | str]] = {
     "huggingface/peft": _peft,
     "torchtune README": _torchtune,
     "torchtune docs": _alpaca,
