@@ -56,6 +56,7 @@ class ProfiledGpu:
             context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
+            release=settings.release.version,
             compiles=compiles,
             extensions=extensions(stubs=stubs),
         )
@@ -140,6 +141,7 @@ def virtual_gpu(
     *,
     vram: str | float | None = None,
     alloc_conf: str | None = None,
+    torch_release: str | None = None,
     compiles: bool = True,
     stubs: bool = True,
 ) -> ProfiledGpu:
@@ -149,6 +151,8 @@ def virtual_gpu(
         name: a GPU of the catalog.
         vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        torch_release: torch whose allocator, CUDA libraries and workspaces are simulated, such as "2.9"; None: the
+            installed one.
         compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
         stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
@@ -162,7 +166,9 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles, stubs=stubs)
+    return virtual_gpus(
+        1, name, vram=vram, alloc_conf=alloc_conf, torch_release=torch_release, compiles=compiles, stubs=stubs
+    )
 
 
 def virtual_gpus(
@@ -171,6 +177,7 @@ def virtual_gpus(
     *,
     vram: str | float | None = None,
     alloc_conf: str | None = None,
+    torch_release: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     compiles: bool = True,
@@ -186,6 +193,8 @@ def virtual_gpus(
         gpu: a GPU of the catalog.
         vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        torch_release: torch whose allocator, CUDA libraries and workspaces are simulated, such as "2.9"; None: the
+            installed one.
         rank: the rank that the block runs as, from 0; None: a single process, unless `world_size` is given.
         world_size: number of ranks, on as many machines as they need; None: one rank per GPU.
         compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
@@ -213,7 +222,9 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     rank_size = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(model, resolve_settings(alloc_conf, flag="alloc_conf"), n, rank_size, compiles, stubs)
+    return ProfiledGpu(
+        model, resolve_settings(alloc_conf, torch_release, flag="alloc_conf"), n, rank_size, compiles, stubs
+    )
 
 
 def _make_environment(rank: int, size: int, gpus: int) -> dict[str, str]:

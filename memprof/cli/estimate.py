@@ -45,7 +45,7 @@ def estimate(request: EstimateCommandOptions) -> None:
 
     A closed form; each figure has the band that published ones were off by.
     """
-    from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
+    from memprof.device.catalog import custom_gpu, find_gpu, list_suggested_gpus
     from memprof.estimate.geometry import build_from_model, build_from_params, build_from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import build_estimate_document
@@ -70,7 +70,7 @@ def estimate(request: EstimateCommandOptions) -> None:
     else:
         geometry = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
     result = build_estimate(geometry, request)
-    gpus = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
+    gpus = list_suggested_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(result, quiet=request.quiet) if request.exact else None

@@ -29,7 +29,7 @@ def gpus(
         bool, typer.Option("--present", help="Instead the GPUs of this machine, and which of the catalog they are.")
     ] = False,
 ) -> None:
-    """List the catalog's GPUs: name, capacity as CUDA reports it (GiB), compute capability."""
+    """List the catalog's GPUs: name, capacity as CUDA reports it (GiB; or as derived), compute capability."""
     if present:
         from memprof.device.environment import read_environment
         from memprof.device.nvml import read_gpus
@@ -53,7 +53,8 @@ def gpus(
         return
     for gpu in list_gpus():
         major, minor = gpu.compute_capability
-        echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}")
+        kind = "" if gpu.capacity_kind == "reported" else f" ({gpu.capacity_kind} capacity)"
+        echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  sm_{major}{minor:<3} {gpu.name}{kind}")
 
 
 def _print_local_gpus(sample: NvmlSample, environment: Environment) -> None:

@@ -42,7 +42,7 @@ class Gpu:
     peak_flops: Mapping[str, int] = field(compare=False)
     l2_bytes: int | None  # size of the L2 cache, in bytes, or None if not known.
     # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling GPU
-    # (`note` says how), "given" for `custom_gpu`.
+    # (`note` says how), "nominal" if it is the size on the box, which CUDA's is below, "given" for `custom_gpu`.
     capacity_kind: str
     sources: tuple[str, ...]  # sources of the figures.
     aliases: tuple[str, ...] = ()  # other names that `find_gpu` accepts.
@@ -50,6 +50,7 @@ class Gpu:
     # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
+    is_suggested: bool = True  # whether memprof names the GPU where any would do, such as the smallest that fits
 
     @property
     def context_bytes(self) -> int:
@@ -73,6 +74,11 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(_make_gpu(key, table) for key, table in tomllib.loads(text).items())
 
 
+def list_suggested_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs of the catalog that memprof proposes by itself."""
+    return tuple(gpu for gpu in list_gpus() if gpu.is_suggested)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the GPU with this key, CUDA name or alias; raise UsageError if there is none.
 
@@ -90,7 +96,7 @@ def custom_gpu(total_bytes: int) -> Gpu:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     base = find_gpu("a100-80gb")
     size_pattern = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
-    matching_gpus = [gpu for gpu in list_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
+    matching_gpus = [gpu for gpu in list_suggested_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
     smallest = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
     remark = ""
     if smallest is not None:
@@ -129,6 +135,7 @@ def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
         aliases=tuple(table.get("aliases", ())),
         note=table.get("note", ""),
         nvlink_bandwidth=round(table["nvlink_gb_per_s"] * 10**9) if "nvlink_gb_per_s" in table else None,
+        is_suggested=table.get("suggested", True),
     )
 
 
@@ -144,4 +151,6 @@ def _read_capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _index_by_folded_name() -> dict[str, Gpu]:
-    return {_fold_name(name): gpu for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases)}
+    # Sizes of one GPU have one name in CUDA: the first of the catalog is found by it.
+    names = {_fold_name(gpu.name): gpu for gpu in reversed(list_gpus())}
+    return names | {_fold_name(name): gpu for gpu in list_gpus() for name in (gpu.key, *gpu.aliases)}

@@ -10,6 +10,7 @@ from typing import Any
 from memprof.allocator import GpuMemory, LiveAllocator, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.host import memory_bytes, processor_name
+from memprof.errors import UsageError
 from memprof.report.export.memory_viz import convert_snapshot
 from memprof.run_spec import RunSpec
 from memprof.snapshots.from_trace import convert_to_snapshot
@@ -20,9 +21,23 @@ from memprof.trace.facts import DeviceFacts
 GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
-def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
-    """Return allocator settings from `alloc_conf` or the environment; raise UsageError if torch would refuse them."""
-    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
+def resolve_settings(
+    alloc_conf: str | None, torch_release: str | None = None, *, flag: str = "--alloc-conf"
+) -> Settings:
+    """Return allocator settings from `alloc_conf` or the environment, of a torch release (None: the installed one).
+
+    Raises UsageError: torch would refuse the settings, or there is no such release.
+    """
+    version = torch_release or importlib.metadata.version("torch")
+    return Settings.resolve(alloc_conf, version, flag=flag, environ=os.environ)
+
+
+def resolve_spec_settings(spec: TargetSpec | RunSpec) -> Settings:
+    """Return the allocator settings of `spec`; raise UsageError if torch would refuse them, or does not have them."""
+    if spec.torch_release is not None and spec.device != "virtual":
+        value = f"--torch-release {spec.torch_release}"
+        raise UsageError("a measured run has the installed torch", value=value, hint="leave out --device")
+    return resolve_settings(spec.alloc_conf, spec.torch_release)
 
 
 class RunAllocator(LiveAllocator):

@@ -19,7 +19,7 @@ from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.catalog import ALL_FIXES
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_spec_settings
 from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
@@ -48,7 +48,7 @@ def check_inputs(spec: TargetSpec) -> None:
     """Raise UsageError if `spec` names a GPU, allocator settings, a model, lengths or a plan that do not exist, or do
     not go together. Imports no torch: what a search finds wrong only in its first run, the user learns at once."""
     find_spec_gpu(spec)
-    resolve_settings(spec.alloc_conf)
+    resolve_spec_settings(spec)
     source = find_source_without_imports(spec)
     if spec.lengths is not None:
         parse_lengths(spec.lengths)
@@ -77,7 +77,7 @@ def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     gpu = find_spec_gpu(spec)
     device = make_device_facts(gpu) if spec.device == "virtual" else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
-    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf))
+    current_settings = CurrentSettings(resolve_spec_settings(spec))
     # Of later runs of a search nothing is imported any more.
     is_imported = {"torch", "transformers"} <= sys.modules.keys()
     progress("building the model" if is_imported else "importing torch and the model's code")

@@ -25,7 +25,7 @@ from memprof.virtual.cuda_api.driver import (
     make_rng_state,
     patch_driver,
 )
-from memprof.virtual.device_properties import cuda_version, cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.device_properties import max_threads_per_sm
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.limits import unsupported_error
@@ -108,7 +108,7 @@ class TorchCuda(Extension):
                 yield torch.accelerator.memory, name, _make_distinct(value)
         yield from _patch_allocator_functions(functions, context)
         yield from streams.patches(context.recorder.streams)
-        yield from _patch_build_properties()
+        yield from _patch_build_properties(context)
 
 
 def _map_cuda_functions(functions: _CudaFunctions, context: InstallContext) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _patch_allocator_functions(functions: _CudaFunctions, context: InstallContex
             yield function.patch(answer)
 
 
-def _patch_build_properties() -> Iterator[Patch]:
+def _patch_build_properties(context: InstallContext) -> Iterator[Patch]:
     """Yield patches that make torch report a build with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
         rangePushA=make_constant_function(0),
@@ -194,10 +194,10 @@ def _patch_build_properties() -> Iterator[Patch]:
     )
     yield cuda.nvtx.patch(nvtx)
     if torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
-        yield torch.version, "cuda", cuda_version(torch_release())
+        yield torch.version, "cuda", context.libraries.cuda
         yield torch.backends.cuda, "is_built", make_constant_function(True)
     yield torch.backends.cudnn, "is_available", make_constant_function(True)
-    yield torch.backends.cudnn, "version", make_constant_function(cudnn_version(torch_release()))
+    yield torch.backends.cudnn, "version", make_constant_function(context.libraries.cudnn)
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
     yield kernels.use_cudnn_rnn_flatten_weight.patch(make_constant_function(True))

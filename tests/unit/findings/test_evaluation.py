@@ -107,7 +107,7 @@ def test_a_call_of_no_grad_that_is_no_block() -> None:
     (finding,) = found(without_with)
     lines, first = inspect.getsourcelines(without_with)
     line = first + next(number for number, line in enumerate(lines) if "# alone" in line)
-    assert f"(torch.no_grad() at findings/test_evaluation.py:{line} does nothing without `with`)" in finding.title
+    assert f"(it does nothing at findings/test_evaluation.py:{line} without `with`)" in finding.title
     assert finding.evidence[-1].text.startswith(f"fix at findings/test_evaluation.py:{line}: `with torch.no_grad():`")
 
 
