@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,8 @@ def mcp(
     for folder in roots:
         if not folder.is_dir():
             raise UsageError("--root is no folder", value=str(folder), hint="name a folder that exists")
+    if sys.stdin is None or not sys.stdin.readable():
+        raise UsageError("stdin cannot be read", value="memprof mcp", hint="let an assistant start it")
     from memprof.cli.mcp_server import serve
 
     serve(tuple(folder.resolve() for folder in roots))

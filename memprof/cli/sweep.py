@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 memprof sweep --model qwen3-4b --context-length 4k,16k --batch-size 1,2,4
 memprof sweep --model-size 1B,4B --gpu t4,rtx-4090 --fix none,auto
-memprof sweep --gpu t4,rtx-4090 train.py --bs {batch} -- batch=8,16,32
+memprof sweep --gpu t4,rtx-4090 train.py --batch-size {batch} -- batch=8,16,32
 memprof sweep --model gpt2 --batch-size 1,4 --executor dask:tcp://HOST:8786
 """
 MAIN_OPTIONS = (

@@ -89,7 +89,7 @@ _FIX_BY_KIND = {
     ),
 }
 
-_SECOND_BACKWARD = "backward through the graph a second time"  # torch/csrc/autograd/saved_variable.cpp
+_SECOND_BACKWARD = "backward through the graph a second time"  # of torch's message
 _SECOND_BACKWARD_FIX = (
     "detach what an earlier step or call has left, such as a hidden state or a sum of losses, before it is used again: "
     "h = h.detach(), of a tuple each part; with retain_graph=True memory would grow in each step"

@@ -50,6 +50,7 @@ CODE_MEANINGS = {
     # What is run.
     "--model": "which model", "--model-size": "the published model of this size", "--params": "a number of parameters",
     "--trust-remote-code": "foreign code may run", "--vocab-size": "rows of the embedding", "-m": "SCRIPT is a module",
+    "--torch-release": "by whose rules torch allocates",
     "--attention": "transformers' implementation of attention", "--sdpa-backend": "torch's kernel of attention",
     "--mode": "training or inference", "--evaluate": "a forward without gradients after each step",
     "--tokenizer": "what splits text into tokens", "--encoding": "of text files",

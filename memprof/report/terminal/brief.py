@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.findings import Finding, Severity, Suggestion
-from memprof.fixes.catalog import FIXES
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
@@ -72,7 +72,7 @@ def _render_refused(document: Report) -> list[RenderableType]:
     text = f"The failed allocation is {tensor} by {verdict.oom_op}, at {lines}."
     if verdict.expandable_segments_help is not None:
         effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
-        text += f" expandable_segments:True, as torch advises, {effect}."
+        text += f" {EXPANDABLE_SEGMENTS}, as torch advises, {effect}."
     return [Text(text)]
 
 
