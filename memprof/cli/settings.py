@@ -31,8 +31,8 @@ from memprof.errors import UsageError, unknown_name
 from memprof.run_spec import SETTINGS_VARIABLE
 
 _COMMAND_LINE_ONLY = (
-    "model", "trust-remote-code", "force", "root", "save", "csv", "parquet", "store", "html", "image", "markdown", "to", "log",
-    "debug", "no-color", "help", "m", "config", "save-config", "preset",
+    "model", "trust-remote-code", "force", "root", "save", "csv", "parquet", "store", "html", "image", "markdown", "to",
+    "log", "debug", "no-color", "help", "m", "config", "save-config", "preset",
 )  # fmt: skip
 _ALLOWED_IN_CONFIG = ("model", "m")  # allowed in a file named by --config
 _LONG_CONTEXT_FIXES = "chunked-loss,activation-checkpointing,expandable-segments"
