@@ -40,6 +40,11 @@ def find_waiting_models(context: Context) -> WaitingModels | None:
             storage = trace.storages[index]
             (named[owner.name, storage.shape, storage.dtype] if owner.name else unnamed).append(index)
     alike = max(named.values(), key=lambda members: (len(members), lifetimes.sum_bytes(members)), default=[])
+    built = sorted(lifetimes.births[index] for index in alike)[1:]  # the first may be trained before it is copied
+    if len(built) < MIN_TURNS - 1:
+        return None
+    if any(phase.kind.computes and built[0] < time < built[-1] for time, phase in context.phases):
+        return None  # each is built for its turn: they pile up
     turns = [step for index in alike if (step := _find_step(context, index))]
     if not current or len(set(turns)) < MIN_TURNS or 2 * len(set(turns)) <= len(turns):
         return None

@@ -42,6 +42,17 @@ def train_together() -> None:
             optimizer.zero_grad()
 
 
+def build_for_each_turn() -> None:
+    models = []
+    for _ in range(NUM_CLIENTS):
+        models.append(model := nn.Linear(WIDTH, WIDTH, bias=False).cuda())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+
+
 def find(program: Callable[[], None]) -> list[Finding]:
     findings = find_all(run_out_of_memory(program, 400 * MIB))
     return [one for one in findings if "take turns" in one.title]
@@ -55,5 +66,6 @@ def test_one_computes_and_the_others_wait() -> None:
     assert finding.num_bytes is not None and finding.num_bytes > 200 * MIB
 
 
-def test_all_are_trained_in_each_step() -> None:
-    assert find(train_together) == []
+@pytest.mark.parametrize("program", [train_together, build_for_each_turn])
+def test_models_that_compute_together_or_pile_up(program: Callable[[], None]) -> None:
+    assert find(program) == []
