@@ -18,7 +18,7 @@ NEWEST = (2, 15)  # the newest inspected release; later ones are assumed to agre
 
 
 class Change(Enum):
-    """What differs between releases of torch: the first release (major, minor) that has it, and the source.
+    """A difference between releases of torch: the first release (major, minor) that has it, and the source.
 
     Pull requests are those of github.com/pytorch/pytorch.
     """

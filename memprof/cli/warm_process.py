@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Finished(NamedTuple):
-    """How a command ended, and what it wrote; a `code` below 0 is the signal that ended it."""
+    """The end of a command, and what it wrote; a `code` below 0 is the signal that ended it."""
 
     code: int
     output: str

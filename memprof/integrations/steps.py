@@ -1,4 +1,4 @@
-"""What training steps take, measured by torch's own counters: the peak of each stage, and growth from step to step.
+"""Memory of training steps, measured by torch's own counters: the peak of each stage, and growth from step to step.
 
 The counters (`torch.cuda.memory_stats`) are read where one stage ends and the next begins, and their peaks are reset
 there. Stages are told by hooks of the model and of torch's optimizers, which run in every trainer. On a virtual GPU

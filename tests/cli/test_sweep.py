@@ -26,7 +26,7 @@ def test_a_sweep_in_all_forms(tmp_path):
     shown = python("-m", "memprof", "show", "sweep.json", folder=tmp_path)
     assert shown.exit_code == 0 and "2 of 4 cells fit." in shown.stdout
     again = python("-m", "memprof", *SWEEP, "--exact", "-q", *files[-2:], folder=tmp_path)
-    assert "4 run, 4 of an earlier sweep" in again.stdout
+    assert "4 run on the virtual GPU, 4 of an earlier sweep" in again.stdout
 
 
 @pytest.mark.parametrize(

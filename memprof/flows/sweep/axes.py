@@ -30,6 +30,7 @@ AXES = (
 )  # fmt: skip
 SCRIPT_AXES = ("gpu", "gpu_vram_bytes", "fix")
 _UNSET = "none"
+_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _FIX_SEPARATOR = re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, ALL_FIXES))})(?![\w-]))")
 
 
@@ -97,13 +98,16 @@ def build_spec_grid(options: Mapping[str, Any]) -> Grid:
 def build_script_grid(words: Sequence[str], axes: Mapping[str, Any], options: Mapping[str, Any]) -> Grid:
     """Return the grid of `memprof run` with a script's command `words`, in which `{NAME}` stands for a value of the
     axis NAME in `axes`. `options` are fields of `RunSpec` and `fix`, of which `SCRIPT_AXES` may have several values.
-    Raises UsageError: there is no such script, or no place for an axis."""
+    Raises UsageError: there is no such script, no place for an axis, or no axis for a place."""
     is_module = words[:1] == ["-m"]
     Program(words[is_module], tuple(words[1 + is_module :]), is_module).check()
     for name in axes:
         if not any(f"{{{name}}}" in word for word in words):
             value, hint = " ".join(words), f"write {{{name}}} where its value belongs"
             raise UsageError(f"no place for {name} in the script's arguments", value=value, hint=hint)
+    for name in (found for word in words for found in _PLACE.findall(word)):
+        if name not in axes:
+            raise UsageError("this place has no values", value=f"{{{name}}}", hint=f"add -- {name}=VALUE,VALUE")
     constants = {name: value for name, value in options.items() if name not in SCRIPT_AXES}
     own = {name: parse_values(name, options[name]) for name in SCRIPT_AXES if options.get(name) is not None}
     own |= {} if {"gpu", "gpu_vram_bytes"} & own.keys() else {"gpu": ["h100-80gb"]}

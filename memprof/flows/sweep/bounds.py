@@ -1,4 +1,4 @@
-"""What answers a cell without a run: the analytical estimate where it leaves no doubt, and runs of other cells.
+"""Answers to cells without a run: the analytical estimate where it leaves no doubt, and runs of other cells.
 
 More tokens never need less memory: a run that fits says that cells with fewer sequences and shorter ones fit, and one
 that does not, that larger ones do not. The allocator's rounding and its segments are not monotone, so a run within

@@ -1,4 +1,4 @@
-"""What one cell of a sweep asks: a spec or a script's run, and the fixes. Small JSON, which any worker can answer."""
+"""The question of one cell of a sweep: a spec or a script's run, and the fixes. Small JSON for any worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Versions = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question(JsonValue):
-    """What one cell asks: `memprof profile` with `spec`, or `memprof run` with `run` and `program`."""
+    """The question of one cell: `memprof profile` with `spec`, or `memprof run` with `run` and `program`."""
 
     fix: str = NO_FIX  # none, auto, or names as for --fix
     spec: TargetSpec | None = None

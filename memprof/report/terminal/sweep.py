@@ -68,7 +68,10 @@ def _render_verdict(document: Sweep) -> RenderableType:
     return Group(*lines, Text(""))
 
 
-_HOW_NAMES = {"run": "run", "estimate": "by the analytical estimate", "monotony": "by runs of larger or smaller ones"}
+_HOW_NAMES = {
+    "run": "run on the virtual GPU", "estimate": "by the analytical estimate",
+    "monotony": "by runs of larger or smaller ones",
+}  # fmt: skip
 
 
 def render_axes(document: Sweep) -> RenderableType:
@@ -189,7 +192,7 @@ def _render_failed(document: Sweep, *, full: bool) -> list[RenderableType]:
         varying = [place for place, axis in enumerate(document.axes) if varies(axis)]
         example = " ".join(rows[0].values[place] for place in varying)
         more = f" and {len(rows) - 1:,} more" if len(rows) > 1 else ""
-        lines.append(Text(f"{example}{more}: {reason}"))
+        lines.append(Text(f"{example}{more}: {reason}".removeprefix(": ")))
     if len(reasons) > len(lines):
         lines.append(dim(f"{len(reasons) - len(lines):,} more reasons: --full"))
     return [make_section("No verdict", *lines, below=1)] if lines else []

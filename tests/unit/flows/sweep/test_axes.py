@@ -79,6 +79,8 @@ def test_a_script_has_places_for_its_values(tmp_path, monkeypatch):
     for axis, problem in (("lr", "no place for lr"), ("gpu", "no place for gpu")):
         with pytest.raises(UsageError, match=problem):
             build_script_grid(words, {axis: "8"}, {})
+    with pytest.raises(UsageError, match="this place has no values"):
+        build_script_grid([*words, "--betas={'a': 1}", "{seed}"], {"batch": "8"}, {})
     with pytest.raises(UsageError, match="no such script"):
         build_script_grid(["nosuch.py"], {}, {})
     with pytest.raises(UsageError, match="from outside a script"):

@@ -18,7 +18,7 @@ LARGE = {
 def test_a_small_sweep_shows_its_cells():
     lines = to_text(render(make_sweep(**SMALL)), width=100).splitlines()
     assert lines[0] == "memprof sweep: 12 cells: 2 GPUs x 3 context lengths x 2 batch sizes"
-    assert lines[2] == "11 of 12 cells fit." and lines[3].startswith("12 run, in 1.5 s")
+    assert lines[2] == "11 of 12 cells fit." and lines[3].startswith("12 run on the virtual GPU, in 1.5 s")
     row = next(line for line in lines if line.split()[:3] == ["2", "512", "2"])
     assert row.split()[3:] == ["2.00", "fits", "*", "0.00", "250.0", "ms", "run"]
     assert "--exact" not in lines[-1]
@@ -40,6 +40,11 @@ def test_full_has_every_cell_and_its_reason():
     document = make_sweep(**LARGE)
     text = to_text(render(document, full=True), width=200)
     assert text.count("fits well") == document.num_fitting and len(document.rows) == 900
+
+
+def test_a_failed_cell_of_a_sweep_without_axes_has_its_reason_alone():
+    document = change_answer(make_sweep(gpu_vram_bytes="2"), 0, how="failed", fits=None, reason="it broke")
+    assert "  it broke" in to_text(render(document), width=100).splitlines()
 
 
 def test_signs_say_what_was_not_run():
