@@ -36,7 +36,8 @@ def fill(
         b.phase(PhaseKind.FORWARD)
         b.phase(PhaseKind.OTHER)
     if other_mib:
-        b.alloc(other_mib * MIB, line="train.py:2 main")
+        b.alloc(other_mib // 2 * MIB, line="train.py:2 main")
+        b.alloc((other_mib - other_mib // 2) * MIB, line="train.py:3 main")
     for _ in range(num_tensors):
         b.alloc(MIB, line="train.py:8 main", owner=owner)
     b.alloc(MIB, line="train.py:9 main")
@@ -51,6 +52,7 @@ def fill(
         (fill(7), False),
         (fill(8, other_mib=7), True),
         (fill(8, other_mib=8), False),
+        (fill(49, other_mib=49), False),
         (fill(8, owner=(Role.PARAMETER, "weight")), False),
         (fill(8, computes=True), False),
     ],

@@ -46,6 +46,11 @@ def test_calls_of_which_none_uses_the_cache_of_another() -> None:
     assert finding.num_bytes == 64 * MIB and finding.evidence[0].text.startswith("fix at score.py:9: use_cache=False")
 
 
+def test_from_5_percent_of_the_peak_on() -> None:
+    """64 of 1,278 MiB: two caches are there while a call runs."""
+    assert len(find(calls(3, other_mib=1278 - 2 * 64))) == 1
+
+
 @pytest.mark.parametrize(
     "context",
     [

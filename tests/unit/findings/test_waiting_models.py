@@ -53,8 +53,8 @@ def build_for_each_turn() -> None:
             optimizer.step()
 
 
-def find(program: Callable[[], None]) -> list[Finding]:
-    findings = find_all(run_out_of_memory(program, 400 * MIB))
+def find(program: Callable[[], None], mib: int = 400) -> list[Finding]:
+    findings = find_all(run_out_of_memory(program, mib * MIB))
     return [one for one in findings if "take turns" in one.title]
 
 
@@ -64,6 +64,12 @@ def test_one_computes_and_the_others_wait() -> None:
         finding.is_decisive and f"{NUM_CLIENTS} models alike made at findings/test_waiting_models.py:" in finding.title
     )
     assert finding.num_bytes is not None and finding.num_bytes > 200 * MIB
+
+
+@pytest.mark.parametrize(("mib", "is_found"), [(352, False), (360, True)])
+def test_from_the_third_turn_on(mib: int, is_found: bool) -> None:
+    """13 weights take 208 MiB, and each client that has been trained 32 more, beside what a step needs."""
+    assert bool(find(take_turns, mib)) is is_found
 
 
 @pytest.mark.parametrize("program", [train_together, build_for_each_turn])

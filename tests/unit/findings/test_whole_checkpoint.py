@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from memprof.device.catalog import find_gpu
-from memprof.findings import Context, Finding, find_all
+from memprof.findings import Context, Finding, find_all, whole_checkpoint
+from memprof.findings.proposals.checkpointing import LayerCall
 from memprof.ledger.ledger import build_ledger
+from memprof.trace.events import Module, ModuleRole, Trace
+from memprof.units import MIB
 from memprof.virtual import VirtualGpu
 
 NUM_LAYERS = 6
@@ -37,16 +42,21 @@ class Net(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
 
 
-def train(segments: int, *, use_reentrant: bool = False) -> tuple[list[Finding], int]:
-    """Return the findings of two steps, and their peak in bytes."""
+def run(segments: int, *, use_reentrant: bool = False, rows: int = 16384) -> Context:
+    """Return what findings take of two steps."""
     with VirtualGpu(find_gpu("h100-80gb")) as gpu:
         net = Net(segments, use_reentrant=use_reentrant).cuda()
         optimizer = torch.optim.SGD(net.parameters())
         for _ in range(2):
-            net(torch.randn(16384, 16, device="cuda")).sum().backward()
+            net(torch.randn(rows, 16, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    context = Context(build_ledger(gpu.trace), None)
+    return Context(build_ledger(gpu.trace), None)
+
+
+def train(segments: int, *, use_reentrant: bool = False) -> tuple[list[Finding], int]:
+    """Return the findings of two steps, and their peak in bytes."""
+    context = run(segments, use_reentrant=use_reentrant)
     return [one for one in find_all(context) if one.id == "whole-checkpoint"], context.ledger.peak_bytes
 
 
@@ -60,3 +70,24 @@ def test_all_layers_in_one(use_reentrant: bool) -> None:
 
 def test_half_of_the_layers() -> None:
     assert train(2)[0] == []
+
+
+@pytest.mark.parametrize(("rows", "least"), [(16384, lambda peak: 64 * MIB), (65536, lambda peak: -(-peak // 20))])
+def test_from_64_mib_and_5_percent_of_the_peak_on(
+    monkeypatch: pytest.MonkeyPatch, rows: int, least: Callable[[int], int]
+) -> None:
+    """Of a peak of 687 MiB the former decides, of one four times as high the latter."""
+    context = run(1, rows=rows)
+    peak = context.ledger.peak_bytes
+    for saved, is_found in ((least(peak), True), (least(peak) - 1, False)):
+        monkeypatch.setattr(whole_checkpoint, "compute_allocated_peak", lambda trace, saved=saved: peak - saved)
+        assert bool(whole_checkpoint.find(context)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("in_checkpoint", "all_layers", "is_most"), [(3, 5, True), (3, 6, False), (4, 7, True), (2, 3, False), (3, 3, True)]
+)
+def test_three_layers_that_are_more_than_half(in_checkpoint: int, all_layers: int, is_most: bool) -> None:
+    trace = Trace(modules=[Module(f"layers.{i}", "Layer", ModuleRole.LAYER, "layers") for i in range(all_layers)])
+    group = [LayerCall(i, i, i + 1, 99) for i in range(in_checkpoint)]
+    assert whole_checkpoint._has_most(trace, group) is is_most
