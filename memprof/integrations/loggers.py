@@ -21,7 +21,10 @@ def log_to_wandb(report: Report, run: Any) -> None:
     """
     import wandb
 
-    picture = wandb.Image(draw_run(report))
+    figure = draw_run(report)
+    import matplotlib.pyplot  # noqa: F401  # wandb.Image looks at it, and imports matplotlib alone
+
+    picture = wandb.Image(figure)
     run.summary.update(collect_values(report))
     tables = {f"memprof/{name}": wandb.Table(dataframe=frame) for name, frame in _list_tables(report)}
     run.log({**tables, "memprof/run": picture})

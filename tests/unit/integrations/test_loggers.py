@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_mlflow(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_wandb(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     wandb = pytest.importorskip("wandb")
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.delattr(matplotlib, "pyplot", raising=False)  # as in a program that has drawn nothing
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     run = wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True))
     loggers.log_to_wandb(report, run)
     folder = Path(run.dir)
