@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +23,13 @@ def log_to_wandb(report: Report, run: Any) -> None:
     """
     import wandb
 
-    figure = draw_run(report)
-    import matplotlib.pyplot  # noqa: F401  # wandb.Image looks at it, and imports matplotlib alone
-
-    picture = wandb.Image(figure)
-    run.summary.update(collect_values(report))
     tables = {f"memprof/{name}": wandb.Table(dataframe=frame) for name, frame in _list_tables(report)}
-    run.log({**tables, "memprof/run": picture})
+    with tempfile.TemporaryDirectory() as folder:
+        # A file: of a figure, wandb.Image looks at matplotlib.pyplot, which nobody may have imported.
+        path = os.path.join(folder, "run.png")
+        draw_run(report).savefig(path)
+        run.summary.update(collect_values(report))
+        run.log({**tables, "memprof/run": wandb.Image(path)})
 
 
 def log_to_mlflow(report: Report, run_id: str | None = None) -> None:
