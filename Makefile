@@ -1,7 +1,7 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
 # make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
 # make test     everything that CI checks: the same with all tests but those of the night
-# make nightly  what make test leaves out: 2,200 adversarial inputs (docs/security.md), long stories, more programs and examples
+# make nightly  what make test leaves out: 2,300 adversarial inputs (docs/security.md), long stories, more programs and examples
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make site     builds the documentation as a site into build/site

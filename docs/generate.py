@@ -142,6 +142,7 @@ need no torch. The marker for pytest is described in [dry runs in CI](dry-run-in
 _RETURNED = {
     "virtual_gpu": ("memprof.api", "ProfiledGpu", ("report", "save", "allocated_bytes", "trace")),
     "profile": ("memprof.report.documents.report", "Report", ("save", "frames", "to_json", "from_json")),
+    "sweep": ("memprof.report.documents.sweep", "Sweep", ("save", "frames", "to_json", "from_json")),
     "apply": ("memprof.fixes.applied", "Applied", ("undo",)),
 }
 """Public function -> the class of what it returns, with the attributes that are described."""

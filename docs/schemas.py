@@ -28,6 +28,7 @@ from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import _RANK_OPTIONAL, Report
+from memprof.report.documents.sweep import Sweep
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import DeviceFacts, RankFacts, Target
@@ -43,6 +44,7 @@ FILES: dict[str, tuple[tuple[type, ...], str]] = {
     "estimate": ((estimate.EstimateDocument,), "estimate"),
     "recommendation": ((Recommendation,), "recommend"),
     "engine-budget": ((command_results.EngineBudgetResult,), "recommend --engine"),
+    "sweep": ((Sweep,), "sweep"),
     "verification": ((verification.Verification,), "verify"),
     "vocabulary": ((Vocabulary,), "vocab"),
     "diagnoses": ((command_results.DiagnosisList,), "doctor"),

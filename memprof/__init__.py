@@ -9,6 +9,8 @@
 
     memprof.profile(train_step, model, optimizer, batch)  # calls train_step twice on a virtual GPU; returns a report
 
+    memprof.sweep(model="gpt2", batch_size=[1, 2, 4], gpu=["t4", "rtx-4090"])  # says which of these fit
+
     memprof.apply(model, ["chunked-loss"])  # applies fixes to your model
 
     with memprof.catch_oom():  # explains an out-of-memory error, and keeps a snapshot
@@ -41,12 +43,13 @@ __all__ = [
     "load",
     "profile",
     "stub",
+    "sweep",
     "virtual_gpu",
     "virtual_gpus",
 ]
 
 if TYPE_CHECKING:
-    from memprof.api import apply, profile, virtual_gpu, virtual_gpus
+    from memprof.api import apply, profile, sweep, virtual_gpu, virtual_gpus
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved_files import load
     from memprof.out_of_memory import catch_oom

@@ -1,13 +1,14 @@
-"""memprof's Python API: `memprof.virtual_gpu`, `memprof.virtual_gpus`, `memprof.profile` and `memprof.apply`."""
+"""memprof's Python API: `virtual_gpu`, `virtual_gpus`, `profile`, `sweep` and `apply` of `memprof`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from memprof.allocator import CurrentSettings, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
@@ -26,7 +27,10 @@ from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
 from memprof.virtual.arguments import copy_arguments, move_to_gpu
 
-__all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
+if TYPE_CHECKING:
+    from memprof.report.documents.sweep import Sweep
+
+__all__ = ["ProfiledGpu", "apply", "profile", "sweep", "virtual_gpu", "virtual_gpus"]
 
 
 class ProfiledGpu:
@@ -52,6 +56,7 @@ class ProfiledGpu:
             context_bytes=gpu.context_bytes,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
+            release=settings.release.version,
             compiles=compiles,
             extensions=extensions(stubs=stubs),
         )
@@ -137,6 +142,7 @@ def virtual_gpu(
     *,
     vram: str | float | None = None,
     alloc_conf: str | None = None,
+    torch_release: str | None = None,
     compiles: bool = True,
     stubs: bool = True,
 ) -> ProfiledGpu:
@@ -147,6 +153,8 @@ def virtual_gpu(
         name: a GPU of the catalog.
         vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        torch_release: torch whose allocator, CUDA libraries and workspaces are simulated, such as "2.9"; None: the
+            installed one.
         compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
         stubs: whether packages that are not installed are replaced by a stub (docs/stubs.md).
 
@@ -160,7 +168,9 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles, stubs=stubs)
+    return virtual_gpus(
+        1, name, vram=vram, alloc_conf=alloc_conf, torch_release=torch_release, compiles=compiles, stubs=stubs
+    )
 
 
 def virtual_gpus(
@@ -169,6 +179,7 @@ def virtual_gpus(
     *,
     vram: str | float | None = None,
     alloc_conf: str | None = None,
+    torch_release: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     compiles: bool = True,
@@ -184,6 +195,8 @@ def virtual_gpus(
         gpu: a GPU of the catalog.
         vram: capacity of a GPU that is not in the catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        torch_release: torch whose allocator, CUDA libraries and workspaces are simulated, such as "2.9"; None: the
+            installed one.
         rank: the rank that the block runs as, from 0; None: a single process, unless `world_size` is given.
         world_size: number of ranks, on as many machines as they need; None: one rank per GPU.
         compiles: whether torch.compile compiles for the GPU; False: functions run eagerly.
@@ -211,7 +224,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     rank_size = None if rank is None and world_size is None else (rank or 0, size)
-    settings = resolve_settings(alloc_conf, flag="alloc_conf", device_type=model.device_type)
+    settings = resolve_settings(alloc_conf, torch_release, flag="alloc_conf", device_type=model.device_type)
     return ProfiledGpu(model, settings, n, rank_size, compiles, stubs)
 
 
@@ -317,3 +330,56 @@ def _profile_function(
             run_error.document = profiled_gpu.report()
         raise run_error from error
     return profiled_gpu.report()
+
+
+def sweep(
+    script: Sequence[str] = (),
+    /,
+    *,
+    axes: Mapping[str, Any] | None = None,
+    executor: Executor | str | None = None,
+    exact: bool = False,
+    store: str | Path | None = None,
+    cache: bool = True,
+    workers: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Say of a grid of configurations which fit, as `memprof sweep`; `frames()["cells"]` of the result is a data frame.
+
+    Args:
+        script: a script and its arguments, in which `{NAME}` stands for a value of the axis NAME; empty: a model.
+        axes: of a script, the values of each NAME.
+        executor: any `concurrent.futures.Executor`, or "dask:ADDRESS" of a scheduler; None: processes of this machine.
+        exact: whether to run every cell; False: the analytical estimate and other runs decide what is far from the
+            limit.
+        store: folder of answers, which a sweep goes on from; None: below the folder of the cache.
+        cache: whether to take answers from there.
+        workers: number of cells that the executor gets at once; None: by cores and memory, or for another executor as
+            many as it has workers, if that is known, else 256.
+        progress: called with the progress in words.
+        **options: fields of `TargetSpec` (with a script, of `memprof run`), and `fix`: "none", "auto" or names joined
+            by "+". Those of the model, the batch, the GPU and the fixes may be lists.
+
+    Raises:
+        UsageError: a value is unknown, or a worker has other versions than this process.
+
+    Example:
+        table = memprof.sweep(model="gpt2", batch_size=[1, 2], context_length=64, gpu=["rtx-4090", "h100-80gb"])
+        print(table.frames()["cells"][["gpu", "batch_size", "fits", "needed_bytes"]])
+    """
+    from memprof.flows.sweep.axes import build_script_grid, build_spec_grid
+    from memprof.flows.sweep.run import run_sweep
+
+    if axes and not script:
+        raise UsageError(
+            "axes are those of a script", value=", ".join(axes), hint="give them as options: batch_size=[1, 2]"
+        )
+    grid = build_script_grid(list(script), axes or {}, options) if script else build_spec_grid(options)
+    return run_sweep(
+        grid, executor, exact=exact, store=store, cache=cache, workers=workers, progress=progress or _ignore
+    )
+
+
+def _ignore(work: str) -> None:
+    """Report no progress."""

@@ -116,6 +116,7 @@ def first_line(error: BaseException) -> str:
 REQUIREMENTS = {
     "peft": "peft>=0.18", "bitsandbytes": "bitsandbytes>=0.46.1", "torchao": "torchao>=0.13",
     "accelerate": "accelerate>=1.1", "pyarrow": "pyarrow>=17", "plotly": "plotly>=6", "matplotlib": "matplotlib>=3.8",
+    "distributed": "distributed>=2025.1", "mcp": "mcp>=2",
 }  # fmt: skip
 
 

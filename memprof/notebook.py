@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import linecache
 import shlex
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,15 +33,27 @@ def register(shell: Any) -> None:
     """Register the cell magic `%%memprof` with IPython's `shell`."""
 
     def memprof(line: str, cell: str) -> Report | None:
-        """Run the cell with "cuda" as a virtual GPU, and return the report: --gpu, --gpu-vram, --alloc-conf."""
+        """Run the cell with "cuda" as a virtual GPU, and return the report: --gpu, --gpu-vram, --alloc-conf.
+
+        In a notebook memory over the run is drawn above it, if plotly is installed.
+        """
         try:
-            return run_cell(shell, line, cell)
+            report = run_cell(shell, line, cell)
+            if getattr(shell, "kernel", None) is not None and importlib.util.find_spec("plotly"):
+                _display(report.plot())
+            return report
         except MemprofError as error:
             # As on the command line: a sentence, and no traceback of what is not the cell's.
             print(f"error: {error}")  # noqa: T201
             return None
 
     shell.register_magic_function(memprof, "cell", "memprof")
+
+
+def _display(figure: Any) -> None:
+    from IPython.display import display
+
+    display(figure)  # type: ignore[no-untyped-call]
 
 
 def run_cell(shell: Any, line: str, cell: str) -> Report:

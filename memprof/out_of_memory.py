@@ -22,11 +22,43 @@ from memprof.report.terminal.layout import output_width
 from memprof.torch_private import cuda as torch_private_cuda
 from memprof.trace.files import PICKLE_MAGIC, FileKind, check_output_path, write_atomically
 
-_SNAPSHOT = FileKind("snapshot", "the path", lambda begin, end: begin.startswith(PICKLE_MAGIC))
+MAX_ENTRIES = 100_000  # allocations and frees that are kept, the last ones
+_SNAPSHOT = FileKind(
+    "snapshot", 'snapshot="oom.pickle"', lambda begin, end: begin.startswith(PICKLE_MAGIC), "remove it"
+)
+
+
+class OomExplainer:
+    """Torch's record of allocations and frees with their Python stacks, and what it explains where memory runs out.
+
+    Raises UsageError: `snapshot` cannot be written, or is another file than a snapshot.
+    """
+
+    def __init__(self, snapshot: str | os.PathLike[str], max_entries: int = MAX_ENTRIES) -> None:
+        self._path = Path(snapshot)
+        self._max_entries = max_entries
+        check_output_path(self._path, _SNAPSHOT)
+
+    def start(self) -> None:
+        """Let torch record; needs a GPU, or a virtual one."""
+        torch_private_cuda.record_memory_history.get()(max_entries=self._max_entries, stacks="python")
+
+    def stop(self) -> None:
+        """Let torch record no longer."""
+        torch_private_cuda.record_memory_history.get()(enabled=None)
+
+    def explain(self, error: BaseException) -> None:
+        """Write the snapshot, and print on stderr why memory ran out; `error` is torch's OutOfMemoryError."""
+        try:
+            write_atomically(self._path, pickle.dumps(torch_private_cuda.snapshot.get()()), _SNAPSHOT)
+            text = _explain(self._path, error)
+        except (MemprofError, OSError) as problem:  # which must not take the error's place
+            text = f"memprof: the snapshot could not be explained: {problem}"
+        print_text(text, sys.stderr)
 
 
 @contextlib.contextmanager
-def catch_oom(snapshot: str | os.PathLike[str] = "oom.pickle", *, max_entries: int = 100_000) -> Iterator[None]:
+def catch_oom(snapshot: str | os.PathLike[str] = "oom.pickle", *, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
     """Explain on stderr why torch runs out of GPU memory in the block, and keep a snapshot of the memory.
 
     The error itself goes on. Inside the block torch records each allocation and free with its Python stack
@@ -47,25 +79,18 @@ def catch_oom(snapshot: str | os.PathLike[str] = "oom.pickle", *, max_entries: i
     """
     import torch
 
-    path = Path(snapshot)
-    check_output_path(path, _SNAPSHOT)
+    explainer = OomExplainer(snapshot, max_entries)
     if not torch.cuda.is_available():
         yield
         return
-    record = torch_private_cuda.record_memory_history.get()
-    record(max_entries=max_entries, stacks="python")
+    explainer.start()
     try:
         yield
     except torch.OutOfMemoryError as error:
-        try:
-            write_atomically(path, pickle.dumps(torch_private_cuda.snapshot.get()()), _SNAPSHOT)
-            text = _explain(path, error)
-        except (MemprofError, OSError) as problem:  # which must not take the error's place
-            text = f"memprof: the snapshot could not be explained: {problem}"
-        print_text(text, sys.stderr)
+        explainer.explain(error)
         raise
     finally:
-        record(enabled=None)
+        explainer.stop()
 
 
 def _explain(path: Path, error: BaseException) -> str:

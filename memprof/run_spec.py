@@ -30,6 +30,7 @@ class RunSpec:
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
     alloc_conf: str | None = repeat_option("alloc_conf")
+    torch_release: str | None = repeat_option("torch_release")
     gpu: str = repeat_option("gpu")
     gpu_vram_bytes: int | None = repeat_option("gpu_vram_bytes")
     host_memory_bytes: int | None = repeat_option("host_memory_bytes")

@@ -251,6 +251,11 @@ class TargetSpec:
         None, "Memory", "The caching allocator's, such as expandable_segments:True.", metavar="SETTINGS",
         unset="the environment's",
     )  # fmt: skip
+    # The rules of memprof/allocator/releases.py; None: those of the installed torch.
+    torch_release: str | None = option(
+        None, "Memory", "Simulate the allocator, CUDA libraries and workspaces of this torch, such as 2.9.",
+        metavar="VERSION", unset="the installed one",
+    )  # fmt: skip
     # Fixes that `memprof.apply` switches on in the built model: names, or NAME=VALUE (fixes/chosen.py).
     fixes: tuple[str, ...] = ()
     device: str = option("virtual", "GPU", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)

@@ -52,6 +52,7 @@ _NOT_IN_CHECK = (
     "unit/stubs/test_bitsandbytes.py",
     "unit/stubs/test_hub_kernels.py",
     "unit/fixes",
+    "unit/integrations",
     "unit/test_api_functions.py",
     "unit/test_pytest_plugin.py",
     "unit/virtual/compiled",

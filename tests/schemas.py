@@ -15,6 +15,7 @@ FOLDER = ROOT / "docs" / "schema"
 _OF_COMMANDS = {
     "analyze": "analysis", "compare": "comparison", "estimate": "estimate", "recommend": "recommendation",
     "recommend --engine": "engine-budget",
+    "sweep": "sweep",
     "verify": "verification", "vocab": "vocabulary", "doctor": "diagnoses", "doctor --env": "installation",
     "models": "models", "gpus": "gpus", "gpus --present": "present-gpus", "monitor": "monitor", "export": "export",
     "help": "topics", "cache": "cached-results", "recipes ls": "recipes", "recipes cp": "recipes",

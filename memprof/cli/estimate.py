@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memprof.cli.options import OUTPUT_PANEL, reuse_option
+from memprof.cli.options import reuse_option
 from memprof.cli.output import ExplainOptions, print_json
 from memprof.cli.progress import show_progress
 from memprof.cli.streams import echo
 from memprof.errors import UsageError
 from memprof.estimate.options import EstimateOptions
-from memprof.spec import option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, SimulatedRun
@@ -38,7 +37,7 @@ class ModelOptions(ExplainOptions):
 class EstimateCommandOptions(EstimateOptions, ModelOptions):
     """Options of `memprof estimate`."""
 
-    exact: bool = option(False, OUTPUT_PANEL, "Run the same on the virtual GPU as well, and show both, term by term.")
+    exact: bool = reuse_option("exact", note="Both are shown, term by term.")
 
 
 def estimate(request: EstimateCommandOptions) -> None:
@@ -46,7 +45,7 @@ def estimate(request: EstimateCommandOptions) -> None:
 
     A closed form; each figure has the band that published ones were off by.
     """
-    from memprof.device.catalog import custom_gpu, find_gpu, list_gpus
+    from memprof.device.catalog import custom_gpu, find_gpu, list_suggested_gpus
     from memprof.estimate.geometry import build_from_model, build_from_params, build_from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import build_estimate_document
@@ -71,8 +70,7 @@ def estimate(request: EstimateCommandOptions) -> None:
     else:
         geometry = (build_from_size if request.model_is_size else build_from_model)(str(request.model))
     result = build_estimate(geometry, request)
-    cuda_gpus = tuple(gpu for gpu in list_gpus() if gpu.device_type == "cuda")
-    gpus = cuda_gpus if request.gpu is None else (find_gpu(request.gpu),)
+    gpus = list_suggested_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         gpus = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(result, quiet=request.quiet) if request.exact else None

@@ -29,7 +29,7 @@ def gpus(
         bool, typer.Option("--present", help="Instead the GPUs of this machine, and which of the catalog they are.")
     ] = False,
 ) -> None:
-    """List the catalog's GPUs: name, capacity as torch reports it (GiB), compute capability."""
+    """List the catalog's GPUs: name, capacity as torch reports it (GiB; or as derived), compute capability."""
     if present:
         from memprof.device.environment import read_environment
         from memprof.device.nvml import read_gpus
@@ -54,7 +54,8 @@ def gpus(
     for gpu in list_gpus():
         major, minor = gpu.compute_capability
         kind = f"sm_{major}{minor}" if gpu.device_type == "cuda" else gpu.device_type
-        echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  {kind:<7}{gpu.name}")
+        capacity = "" if gpu.capacity_kind == "reported" else f" ({gpu.capacity_kind} capacity)"
+        echo(f"{gpu.key:<24}{gib(gpu.total_bytes):>8} GiB  {kind:<7}{gpu.name}{capacity}")
 
 
 def _print_local_gpus(sample: NvmlSample, environment: Environment) -> None:

@@ -19,8 +19,8 @@ memprof help lengths
 memprof help run
 """
 _PACKAGE = resources.files("memprof")
-# Folders of the pages: in an installed wheel (or zip file), and in a checkout.
-_FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
+# Folders of the documentation: in an installed wheel (or zip file), and in a checkout.
+DOCS_FOLDERS = (_PACKAGE / "_docs", Path(str(_PACKAGE)).parent / "docs")
 
 
 def help(
@@ -30,7 +30,9 @@ def help(
     ] = None,
 ) -> None:
     """Show a page of the documentation: lengths, fixes, limitations and others."""
-    files = [file for folder in _FOLDERS if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".md")]
+    files = [
+        file for folder in DOCS_FOLDERS if folder.is_dir() for file in folder.iterdir() if file.name.endswith(".md")
+    ]
     pages = dict(sorted((file.name.removesuffix(".md"), file) for file in files))
     if not pages:
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")

@@ -27,8 +27,8 @@ from memprof.cli.streams import discard_output, echo, prepare_streams
 # subcommands. `EXAMPLES` of the module are printed in --help; `SETTINGS` are the optional context settings,
 # `MAIN_OPTIONS` the options that --help shows where --help-all shows more.
 COMMANDS = (
-    "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
-    "verify", "vocab", "monitor", "cache", "help", "recipes",
+    "profile", "run", "estimate", "recommend", "sweep", "show", "analyze", "compare", "export", "doctor", "models",
+    "gpus", "verify", "vocab", "monitor", "cache", "help", "recipes", "mcp",
 )  # fmt: skip
 _WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

@@ -43,6 +43,7 @@ _MAX_BY_OPTION = {
     # Loops run over the first ones; the others have tables in host memory.
     **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
     "seeds": 10**3,
+    "workers": 10**4,
     "batch_size": 1 << 24,
     "effective_batch": 1 << 24,
     "context_length": 1 << 27,
@@ -102,6 +103,7 @@ class SharedOptions:
     top: int = option(10, OUTPUT_PANEL, "Rows of each table.", metavar="COUNT", is_count=True)
     full: bool = option(False, OUTPUT_PANEL, "Print the whole answer instead of its first screen.")
     force: bool = option(False, OUTPUT_PANEL, "Replace files that memprof has not written, too.")
+    exact: bool = option(False, OUTPUT_PANEL, "Simulate what the analytical estimate says, too.")
     cache: bool = option(True, OUTPUT_PANEL, "Simulate again what was kept of an earlier call (`memprof cache`).")
 
 

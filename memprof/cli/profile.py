@@ -12,7 +12,7 @@ from memprof.cli.options import FixOptions, reuse_option
 from memprof.cli.output import CaptureOptions, choose_exit_code, print_cache_age, print_report
 from memprof.cli.progress import Progress, show_progress
 from memprof.errors import RunFailedError, UsageError
-from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
+from memprof.spec import DEVICES, TargetSpec
 
 if TYPE_CHECKING:
     from memprof.flows.cache.results import ResultCacheEntry
@@ -104,18 +104,10 @@ def _find_cache_entry(spec: TargetSpec, options: ProfileOptions, *, is_gpu_named
 def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gpu_named: bool) -> tuple[Trace, Report]:
     """Return trace and report of the run, ladder or search; `is_gpu_named`: an option names the GPU to simulate."""
     from memprof.device.visible import hide_gpus
-    from memprof.fixes.catalog import ALL_FIXES, BASE_PLAN, PARALLEL_FIXES, list_ladder
-    from memprof.fixes.chosen import check_fix, parse_fixes
     from memprof.flows import profile as flow
-    from memprof.flows.account import analyze
+    from memprof.flows.ladder.requested import resolve_fixes, run_requested
 
-    fixes = [] if options.fix is None or options.is_search else parse_fixes(options.fix, ALL_FIXES)
-    uses_all_gpus = options.ladder if options.fix is None else any(fix.fix.name in PARALLEL_FIXES for fix in fixes)
-    if spec.gpus > 1 and spec.parallel is None and uses_all_gpus:
-        spec = spec.edit(parallel=BASE_PLAN)
-    flow.check_inputs(spec)
-    for fix in fixes:
-        check_fix(spec, fix)
+    spec, fixes = resolve_fixes(spec, "auto" if options.is_search else options.fix, ladder=options.ladder)
     if options.largest is not None:
         from memprof.flows.ladder.runs import SpecRuns
         from memprof.flows.limit import find_largest_for_spec
@@ -130,20 +122,4 @@ def _run(spec: TargetSpec, options: ProfileOptions, progress: Progress, *, is_gp
         hide_gpus()
     else:
         spec = spec.edit(device=options.device)
-    if options.fix is None and not options.ladder:
-        return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
-    from memprof.flows.gpus import find_host_bytes, find_spec_gpu
-    from memprof.flows.ladder.build import build_ladder
-    from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-    from memprof.flows.ladder.search import search_fixes
-
-    if options.is_search and spec.gpus > 1 and spec.parallel is None:
-        from memprof.flows.ladder.plans import search_plans
-
-        return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    if options.is_search and spec.host_memory_bytes is None:
-        spec, simulated = spec.edit(host_memory_bytes=find_host_bytes(find_spec_gpu(spec))), None
-    runs = SpecRuns(spec, progress, simulated)
-    if options.fix is None:
-        return build_ladder(runs, list_ladder(spec.gpus))
-    return search_fixes(runs) if options.is_search else apply_fixes(runs, fixes, row_per_fix=options.ladder)
+    return run_requested(spec, fixes, progress, searches=options.is_search, ladder=options.ladder, simulated=simulated)

@@ -122,9 +122,9 @@ def run(
     _check_ranks(program, request)
     stop_rule = request.build_stop_rule()
     request.build_spec()
-    from memprof.flows.gpus import find_spec_gpu, resolve_settings
+    from memprof.flows.gpus import resolve_spec_settings
 
-    resolve_settings(request.alloc_conf, device_type=find_spec_gpu(request).device_type)
+    resolve_spec_settings(request)
     continue_in_child(as_json=request.as_json)
     raise typer.Exit(runner(program, stop_rule, request))
 

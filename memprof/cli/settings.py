@@ -6,7 +6,8 @@
     steps = 5
 
 The nearest such file from the current folder upwards is read. The command line overrides the file. Options that name
-code to run or files to replace are allowed only on the command line: entering someone's folder must not run code.
+code to run, files to replace or what an assistant may read are allowed only on the command line: entering someone's
+folder must not run code.
 
 `--config FILE` names a file of the same form, in YAML or TOML, which may also name the model; `--save-config FILE`
 writes such a file. `--preset` is a name for several options: `small`, `optimized` or `long-context`. The command line
@@ -30,8 +31,8 @@ from memprof.errors import UsageError, unknown_name
 from memprof.run_spec import SETTINGS_VARIABLE
 
 _COMMAND_LINE_ONLY = (
-    "model", "trust-remote-code", "force", "save", "csv", "html", "image", "markdown", "to", "log", "debug", "no-color",
-    "help", "m", "config", "save-config", "preset",
+    "model", "trust-remote-code", "force", "root", "save", "csv", "parquet", "store", "html", "image", "markdown", "to",
+    "log", "debug", "no-color", "help", "m", "config", "save-config", "preset",
 )  # fmt: skip
 _ALLOWED_IN_CONFIG = ("model", "m")  # allowed in a file named by --config
 _LONG_CONTEXT_FIXES = "chunked-loss,activation-checkpointing,expandable-segments"
@@ -139,7 +140,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def is_command_line_only(name: str) -> bool:
-    """Return whether an option is not allowed in settings files: it names code to run, or files to write."""
+    """Return whether an option is not allowed in settings files: it names code to run, files to write or to read."""
     return name in _COMMAND_LINE_ONLY and name not in _ALLOWED_IN_CONFIG
 
 

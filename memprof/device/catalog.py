@@ -22,7 +22,7 @@ from memprof.units import GIB, MIB, gib
 DEFAULT_GPU = "h100-80gb"
 CUSTOM_SIZE_HINT = "('memprof profile --gpu-vram GIB' takes any size)"
 
-_BACKENDS = {"AMD": "hip", "Apple": "mps", "Intel(R)": "xpu"}  # by the first word of a GPU's name
+_BACKENDS = {"AMD": "hip", "Radeon": "hip", "Apple": "mps", "Intel(R)": "xpu"}  # by the first word of a GPU's name
 
 # Share of a Mac's memory that Metal recommends as a process's working set (MTLDevice.recommendedMaxWorkingSetSize),
 # below and from 36 GiB on, in logs of llama.cpp: 10922.67 MiB of 16 GiB (github.com/abetlen/llama-cpp-python, issue
@@ -52,7 +52,7 @@ class Gpu:
     peak_flops: Mapping[str, int] = field(compare=False)
     l2_bytes: int | None  # size of the L2 cache, in bytes, or None if not known.
     # "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from a sibling GPU
-    # (`note` says how), "given" for `custom_gpu`.
+    # (`note` says how), "nominal" if it is the size on the box, which CUDA's is below, "given" for `custom_gpu`.
     capacity_kind: str
     sources: tuple[str, ...]  # sources of the figures.
     aliases: tuple[str, ...] = ()  # other names that `find_gpu` accepts.
@@ -60,6 +60,7 @@ class Gpu:
     # peak of all NVLinks of a GPU that a switch or a mesh joins to the machine's others, in one direction, in bytes
     # per second: half of what data sheets have, which add both. None without.
     nvlink_bandwidth: int | None = None
+    is_suggested: bool = True  # whether memprof names the GPU where any would do, such as the smallest that fits
     unified_bytes: int | None = None  # memory of the machine, where GPU and CPU share it; None: the GPU has its own.
 
     @property
@@ -100,6 +101,11 @@ def list_gpus() -> tuple[Gpu, ...]:
     )
 
 
+def list_suggested_gpus(device_type: str = "cuda") -> tuple[Gpu, ...]:
+    """Return the GPUs of the catalog that memprof proposes by itself, to programs for devices of this type."""
+    return tuple(gpu for gpu in list_gpus() if gpu.is_suggested and gpu.device_type == device_type)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the GPU with this key, CUDA name or alias; raise UsageError if there is none.
 
@@ -118,8 +124,7 @@ def custom_gpu(total_bytes: int) -> Gpu:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     base = find_gpu("a100-80gb")
     size_pattern = re.compile(rf"(?<![\d.]){re.escape(f'{total_bytes / GIB:g}')}gb\b")
-    cuda_gpus = [gpu for gpu in list_gpus() if gpu.device_type == "cuda"]
-    matching_gpus = [gpu for gpu in cuda_gpus if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
+    matching_gpus = [gpu for gpu in list_suggested_gpus() if size_pattern.search(" ".join((gpu.key, *gpu.aliases)))]
     smallest = min(matching_gpus, key=lambda gpu: gpu.total_bytes, default=None)
     remark = ""
     if smallest is not None:
@@ -160,6 +165,7 @@ def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
         aliases=tuple(table.get("aliases", ())),
         note=table.get("note", ""),
         nvlink_bandwidth=round(table["nvlink_gb_per_s"] * 10**9) if "nvlink_gb_per_s" in table else None,
+        is_suggested=table.get("suggested", True),
         unified_bytes=round(table["unified_gib"] * GIB) if "unified_gib" in table else None,
     )
 
@@ -197,4 +203,6 @@ def _read_capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _index_by_folded_name() -> dict[str, Gpu]:
-    return {_fold_name(name): gpu for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases)}
+    # Sizes of one GPU have one name in CUDA: the first of the catalog is found by it.
+    names = {_fold_name(gpu.name): gpu for gpu in reversed(list_gpus())}
+    return names | {_fold_name(name): gpu for gpu in list_gpus() for name in (gpu.key, *gpu.aliases)}

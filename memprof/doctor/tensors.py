@@ -26,7 +26,9 @@ _COMMON_HEAD_COUNTS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
 _SHARD_COUNTS = (1, 2, 4, 8)
 _DELTA_ROLE = "one weight delta for each token"
 _MAX_ODD_FACTOR = 3  # Round sizes are powers of two times up to this, which too many widths divide.
+_MAX_ODD_VOCABULARY_FACTOR = 5  # The same of vocabularies: 163,840 words divide many sizes too.
 _COMMON_MAX_TOKENS = 1 << 17  # Tokens of a batch beyond which each doubling costs two bits.
+_COMMON_MAX_DELTAS = 1 << 13  # The same where each token has a matrix of its own.
 
 
 def find_request_range(sizes: MessageSizes) -> tuple[int, int] | None:
@@ -116,7 +118,7 @@ def _iter_candidates(query: TensorQuery) -> Iterator[tuple[float, Candidate]]:
         is_round = _is_round_size(query)
         likely_roles = query.roles.intersection(("attention",)) if is_round else {"logits", "feed-forward", "attention"}
         for entry in list_catalog_dimensions():
-            if "logits" in likely_roles and not _is_round(entry.vocabulary):
+            if "logits" in likely_roles and not _is_round(entry.vocabulary, _MAX_ODD_VOCABULARY_FACTOR):
                 yield from _iter_row_tensors(query, entry.vocabulary, "logits", -1.0, "logits", entry)
             if "feed-forward" in likely_roles:
                 width = entry.hidden * entry.intermediate
@@ -150,9 +152,9 @@ def _is_round_size(query: TensorQuery) -> bool:
     return _is_round(_find_roundest_number(query.low, query.high))
 
 
-def _is_round(number: int) -> bool:
-    """Return whether `number` is a power of two, or three times a power of two."""
-    return number > 0 and number >> ((number & -number).bit_length() - 1) <= _MAX_ODD_FACTOR
+def _is_round(number: int, max_odd_factor: int = _MAX_ODD_FACTOR) -> bool:
+    """Return whether `number` is a power of two times an odd number up to `max_odd_factor`."""
+    return number > 0 and number >> ((number & -number).bit_length() - 1) <= max_odd_factor
 
 
 def _iter_row_tensors(
@@ -166,6 +168,7 @@ def _iter_row_tensors(
     name = "" if model is None else model.model
     width_name = "the vocabulary" if role_kind == "logits" else "hidden x feed-forward width"
     explanation = hint_text
+    max_tokens = _COMMON_MAX_DELTAS if role_kind == "delta" else _COMMON_MAX_TOKENS
     if guess:
         explanation += f"; the model is a guess: {width:,} is {width_name} of {name} and others"
     for dtype, itemsize, dtype_bits in query.dtypes:
@@ -176,7 +179,7 @@ def _iter_row_tensors(
             if query.allocated_bytes is not None and min_bytes > query.allocated_bytes:
                 continue
             shape = (*_split_tokens(query, tokens), width)
-            bits -= 2 * max(0.0, math.log2(tokens / _COMMON_MAX_TOKENS))
+            bits -= 2 * max(0.0, math.log2(tokens / max_tokens))
             candidate = Candidate(
                 shape, dtype, role, tokens * row_bytes, name, reason + explanation, is_exact,
                 is_guess=guess is not None, in_traceback=query.mentions(role_kind),

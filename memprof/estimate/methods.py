@@ -53,6 +53,9 @@ METHODS = (
     Method("adamw-8bit-checkpointing", "  with checkpointing", "adamw-8bit", True),
 )
 
+# The kinds of methods that have bands of their own (bands.json).
+BANDED_KINDS = ("inference", "lora", "full", "mixed", "adamw-8bit")
+
 METHOD_BY_KEY = {method.key: method for method in METHODS}
 
 

@@ -48,7 +48,7 @@ class Band:
 
     low: float
     high: float
-    figures: int = 0  # Number of published measurements.
+    figures: int = 0  # Number of published measurements; 0: the band is that of simulated runs.
     sources: int = 0  # Number of their sources.
     inside: float = 0.0  # Fraction of the measurements within the band.
     held_out: float = 0.0  # The same fraction, cross-validated: each source with a band from the other sources.
@@ -124,7 +124,7 @@ class Cell:
         ranges = {}
         for kind in MEMORY_KINDS:
             size = allocated if kind == ALLOCATED else reserved
-            band = read_band(kind)
+            band = read_band(kind, self.method.kind)
             if self.method.kind == "weights":  # exact, except for as much cached memory as in inference
                 band = Band(0.0, 0.0 if kind == ALLOCATED else _read_bands()["cached"]["inference"])
             # With an emptied cache, as on a full GPU, only the allocated bytes are reserved.
@@ -283,6 +283,7 @@ def _read_bands() -> dict[str, Any]:
     return bands
 
 
-def read_band(kind: str) -> Band:
-    """Return the band of published measurements for the type of memory `kind`, one of MEMORY_KINDS."""
-    return Band(**_read_bands()["published"][kind])
+def read_band(kind: str, method_kind: str) -> Band:
+    """Return the band around estimates of the type of memory `kind` (one of MEMORY_KINDS) of a `Method.kind`; loaded
+    weights have that of inference."""
+    return Band(**_read_bands()["published"]["inference" if method_kind == "weights" else method_kind][kind])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,7 +37,10 @@ class Edit:
 
     kind: EditKind
     source: str  # `file:line function` of the line to change, or that shows the place to change
-    name: str = ""  # the variable or attribute, as in `Holder.name`
+    name: str = ""  # the variable or attribute, as in `Holder.name`; several: "h, c"
+    container: str = (
+        ""  # what the values to change are: tuple, list or dict of tensors; "": tensors, as far as is known
+    )
 
     @property
     def text(self) -> str:
@@ -64,3 +68,10 @@ def make_holder_edit(trace: Trace, holder: Holder | None, kind: EditKind | None)
         is_number = all(not trace.storages[index].shape for index in holder.storages)
         kind = EditKind.KEEP_NUMBER if is_number else EditKind.KEEP_DETACHED
     return Edit(kind, holder.source, holder.name)
+
+
+def make_carried_edit(holders: Sequence[Holder]) -> Edit | None:
+    """Return the edit that detaches the variables of `holders`, which one line computes from their earlier values."""
+    if holders[0].source is None or not holders[0].fills:
+        return None
+    return Edit(EditKind.KEEP_DETACHED, holders[0].source, ", ".join(holder.name for holder in holders))

@@ -19,7 +19,7 @@ from memprof.findings.growth import (
     leak_evidence,
     make_key,
 )
-from memprof.trace.events import Forward, Holder
+from memprof.trace.events import Forward, Holder, Trace
 from memprof.units import format_bytes
 
 # Calls at least, where memory ran out: fewer may be of a loss, whose backward was to come (perceptual losses).
@@ -127,9 +127,11 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     line = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
     mode = "" if any(call.training for call in calls) else " in eval mode"
-    keep = "keeps" if len(calls) == 1 else "keep"
+    keeps = "keeps" if len(calls) == 1 else "keep"
+    unused = _find_unused_no_grad(trace, source)
+    why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
     title = (
-        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name}{mode} at {line}, which {keep} up to "
+        f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {keeps} up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
@@ -138,7 +140,10 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
     trains_too = trace.may_train and any(call.training and call.source == calls[0].source for call in trace.forwards)
-    if trains_too:
+    if unused is not None:
+        fix = f"fix at {file_and_line(unused)}: `with torch.no_grad():` around the calls; alone the call does nothing"
+        evidence.append(Evidence(fix, source=unused))
+    elif trains_too:
         evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
     else:
         fix = f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}"
@@ -154,6 +159,25 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     return Finding(
         "evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit
     )
+
+
+def _find_unused_no_grad(trace: Trace, source: str | None) -> str | None:
+    """Return the last call of torch.no_grad() without `with` before the line `source` in its function, else the only
+    one in its file."""
+    if source is None:
+        return None
+    file, line, function = _split_source(source)
+    others = [(*_split_source(one), one) for one in trace.unused_no_grads]
+    before = [one for one in others if (one[0], one[2]) == (file, function) and one[1] < line]
+    found = max(before, default=None) or next(iter(one for one in others if one[0] == file), None)
+    return None if found is None else found[-1]
+
+
+def _split_source(source: str) -> tuple[str, int, str]:
+    """Return file, line and function of `source`."""
+    place, _, function = source.rpartition(" ")
+    file, _, line = place.rpartition(":")
+    return file, int(line), function
 
 
 def _select_reported_groups(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:

@@ -91,7 +91,9 @@ def find(context: Context) -> list[Finding]:
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
     if has_room and expandable is not None and not fixes:
         return []
-    severity = Severity.WARNING if is_decisive or (fixes and not has_room) else Severity.NOTE
+    # Where tensors alone are more than the GPU has, it is none of the causes either.
+    is_beside = ledger.trace.ended_out_of_memory and not is_decisive
+    severity = Severity.WARNING if is_decisive or (fixes and not has_room and not is_beside) else Severity.NOTE
     # Of a run that ends there, only that one allocation would succeed: expandable segments are one change among others.
     decides = is_decisive and not ledger.trace.ended_out_of_memory
     return [Finding(FRAGMENTATION, severity, title, free_bytes, tuple(evidence), fixes, is_decisive=decides)]

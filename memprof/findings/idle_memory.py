@@ -12,7 +12,7 @@ from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_with_frees, describe_cure, effect_evidence, is_decisive
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
-from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
 from memprof.findings.growth_until_peak import find_piled_up_storages, list_growth_holders
@@ -26,9 +26,10 @@ from memprof.findings.idle_storages import (
     make_key,
 )
 from memprof.findings.lifetimes import Saving
+from memprof.findings.waiting_models import WaitingModels, find_waiting_models
 from memprof.findings.weight_snapshots import find_cloned_weights, find_reread_snapshots, find_snapshots
 from memprof.ledger.stages import format_stage
-from memprof.trace.events import ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_SHARE = 0.05  # of the peak: found when the peak would be lower by at least this and MIN_BYTES
@@ -71,8 +72,12 @@ def find(context: Context) -> list[Finding]:
         read_later = {index for holder in trace.idle_holders if holder.is_read_later for index in holder.storages}
         others |= (read_later | find_cloned_weights(context)) - find_snapshots(context)
     storages = dict.fromkeys([*find_idle_storages(context), *_list_other_snapshots(context)])
+    waiting = find_waiting_models(context)
+    if waiting is not None:
+        others.update(waiting.storages, names_of(trace, Role.GRADIENT))
     groups = _make_groups(context, (index for index in storages if index not in others))
     groups += _make_error_groups(trace)
+    groups += [] if waiting is None else [_make_waiting_group(trace, waiting)]
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
 
 
@@ -189,6 +194,21 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         return []
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     return [_Group(f"{what}{by}", fix, None if holder is None else holder.source, list(models), is_model=True)]
+
+
+def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
+    """Return the group of models that take turns."""
+    source = _find_own_line(trace, waiting.parameters[-1])
+    place = "" if source is None else f" made at {file_and_line(source)}"
+    what = (
+        f"{waiting.num_models} models alike{place} take turns: all but one wait there, with the gradients and the "
+        "optimizer state of those that were trained"
+    )
+    fix = (
+        "keep the models in host memory and move one at a time to the GPU, with its optimizer's state; or one model "
+        "and one optimizer for all, whose state_dicts are loaded for each turn"
+    )
+    return _Group(what, fix, source, waiting.storages, is_model=True)
 
 
 def _make_model_fix(holder: Holder | None) -> str:
@@ -338,8 +358,8 @@ def _format_holder(holder: Holder) -> str:
 def _make_finding(context: Context, group: _Group) -> Finding | None:
     ledger, lifetimes = context.ledger, context.lifetimes
     trace = ledger.trace
-    starts = [birth + 1 for birth in lifetimes.births] if group.is_snapshot else trace.last_uses
-    frees = {index: starts[index] for index in group.storages}
+    births, uses = lifetimes.births, trace.last_uses
+    frees = {i: births[i] + 1 if group.is_snapshot or uses[i] == NONE else uses[i] for i in group.storages}
     saved = lifetimes.peak_reduction(
         [Saving(used, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, used in frees.items()]
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Sequence
 
-from memprof.findings.edits import EditKind, make_holder_edit
+from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
     compute_needs_without,
@@ -28,6 +29,7 @@ from memprof.findings.growth import (
     holder_evidence,
     holder_fix_evidence,
     is_of_model,
+    is_running_sum,
     leak_evidence,
     list_equal_sums,
 )
@@ -57,12 +59,15 @@ def find(context: Context) -> list[Finding]:
     growth = predict_growth(context)
     reported = _find_reported_leaks(context)
     told = {other for holder, leaks in reported.items() for other in list_equal_sums(context, holder, leaks)}
+    until_peak = find_growth_until_peak(context)
+    if until_peak is not None:  # a state whose graph is cut now and then does not keep that of every step
+        lines = {holder.source for holder in until_peak.leaks if holder is not None and is_running_sum(holder)}
+        told |= {one for one, leaks in reported.items() if one is not None and not leaks and one.source in lines}
     findings: list[Finding | None] = [
         _make_finding(context, holder, leaks, len(steps), growth)
         for holder, leaks in reported.items()
         if holder not in told
     ]
-    until_peak = find_growth_until_peak(context)
     if until_peak is not None:
         findings += [_make_finding_until_peak(context, until_peak, *leaks) for leaks in until_peak.leaks.items()]
     return [finding for finding in findings if finding is not None]
@@ -100,7 +105,9 @@ def _make_finding(
     per_step = sum(leak.bytes_each for leak in leaks)
     trace = context.ledger.trace
     others = list_equal_sums(context, holder, leaks)
-    evidence = [holder_evidence(one) for one in (holder, *others)]
+    carried = _list_carried(trace, [holder, *others])
+    named: Sequence[Holder | None] = carried or [holder, *others]
+    evidence = [holder_evidence(one) for one in named]
     evidence += leak_evidence(trace, leaks, "step")
     needs = None
     if trace.last_uses and not context.ledger.run.fits:
@@ -116,8 +123,15 @@ def _make_finding(
     )
     if is_emptied:
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX))
+    elif carried and kept < MIN_STEP_BYTES:
+        evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
     else:
         evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
+    edit = None
+    if carried and kept < MIN_STEP_BYTES and not is_emptied:
+        edit = make_carried_edit(carried)
+    elif not others and not is_emptied:
+        edit = make_holder_edit(trace, holder, _choose_kind(kept))
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
         severity = Severity.ERROR
@@ -126,14 +140,38 @@ def _make_finding(
         "memory-growth",
         severity,
         # Of a run that memory ended too: the steps that would follow add as much as these.
-        _format_title(trace, [holder, *others], leaks, num_steps)
+        _format_title(trace, named, leaks, num_steps, word="and" if carried else "or")
         + "; without them the run fits" * is_decisive(context, needs),
         num_bytes,
         tuple(evidence),
         (),
         is_decisive=is_decisive(context, needs),
-        edit=None if others or is_emptied else make_holder_edit(trace, holder, _choose_kind(kept)),
+        edit=edit,
     )
+
+
+def _list_carried(trace: Trace, holders: Sequence[Holder | None]) -> list[Holder]:
+    """Return `holders`, each variable once, if they are states that one line takes from the step before, with their
+    graphs, and no sums of numbers; else none."""
+    states: dict[str, Holder] = {}
+    for holder in holders:
+        if holder is None or not is_running_sum(holder) or all(not trace.storages[i].shape for i in holder.storages):
+            return []
+        states.setdefault(holder.name.partition("[")[0], holder)
+    return list(states.values()) if len({holder.source for holder in states.values()}) == 1 else []
+
+
+def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakGroup], when: str) -> str:
+    """Return the change for states that are carried on with their graphs."""
+    changes = []
+    for holder in carried:
+        name, _, is_part = holder.name.partition("[")
+        code = f"tuple(part.detach() for part in {name})" if is_part else f"{name}.detach()"
+        changes.append(f"{name} = {code}")
+    fix = f"detach {'it' if len(carried) == 1 else 'them'} {when}: {'; '.join(changes)}"
+    if _are_differentiated_again(context, leaks):
+        return f"{fix}, and leave out retain_graph=True: the backward goes through the graphs of all steps before it"
+    return fix
 
 
 def _are_differentiated_again(context: Context, leaks: list[LeakGroup]) -> bool:
@@ -188,6 +226,10 @@ def _make_finding_until_peak(
         fix = f"keep {what} for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
         edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
+    elif carried := _list_carried(context.ledger.trace, [holder]):
+        when = f"after each step, or after fewer than {growth.rounds}"
+        evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, when)))
+        edit = make_carried_edit(carried)
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
@@ -228,12 +270,17 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
-    text = f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other"
+    text = (
+        f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other; or "
+        "call it under torch.no_grad() if none follows (the rollout of a policy)"
+    )
     return Evidence(text, source=source)
 
 
-def _format_title(trace: Trace, holders: list[Holder | None], leaks: list[LeakGroup], num_steps: int) -> str:
-    kept_by, bytes_per_step = format_holders(*holders, word="or"), sum(leak.bytes_each for leak in leaks)
+def _format_title(
+    trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], num_steps: int, *, word: str
+) -> str:
+    kept_by, bytes_per_step = format_holders(*holders, word=word), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
@@ -255,9 +302,18 @@ def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup
 
 
 def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -> int:
-    """Return the bytes per step that the holder's autograd graph keeps: leaks not held by the holder itself."""
-    holder_keys = find_holder_keys(context.ledger.trace, holder)
-    return sum(leak.bytes_each for leak in leaks if leak.key not in holder_keys) if holder.nodes else 0
+    """Return the bytes per step that the holder's autograd graph keeps: leaks not held by the holder itself.
+
+    A variable holds one tensor: others of the same operator and line, as the state and the reserve of cuDNN, are not
+    its own.
+    """
+    if not holder.nodes:
+        return 0
+    keys, num_held = find_holder_keys(context.ledger.trace, holder), len(holder.storages)
+    is_variable = not holder.kind
+    return sum(
+        leak.bytes_each for leak in leaks if leak.key not in keys or (is_variable and len(leak.storages) > num_held)
+    )
 
 
 def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:

@@ -30,11 +30,11 @@ def find(context: Context) -> list[Finding]:
         max_live = context.lifetimes.find_max_live(copies)
         if max_live.num_bytes < MIN_SHARE * ledger.peak_bytes:
             continue
-        so_far = "so far " if trace.ended_out_of_memory else ""
+        when = " when memory ran out" if trace.ended_out_of_memory else ""
         dtype = trace.storages[replaced[copies[0]]].dtype
         title = (
             f"Parameters in {dtype} are copied to float32 at {file_and_line(trace.source_at(source))}: "
-            f"{so_far}{format_bytes(max_live.num_bytes)} instead of {format_bytes(max_live.num_bytes // 2)}"
+            f"{format_bytes(max_live.num_bytes)} instead of {format_bytes(max_live.num_bytes // 2)}{when}"
         )
         lines = tensors_evidence(context, copies, max_live.event, lambda index: "float32 copy")
         callers = next((found for copy in copies if (found := trace.list_callers(copy))), [])

@@ -22,7 +22,9 @@ def find(context: Context) -> list[Finding]:
     if failure.read is not None:
         evidence.append(_make_evidence(failure, f"read at {failure.read}"))
     fix = failure.hint or _FIX_BY_KIND[failure.kind]
-    if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
+    if failure.kind is FailureKind.ERROR and _SECOND_BACKWARD in failure.message:
+        fix = _SECOND_BACKWARD_FIX
+    elif context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
         fix = "mend this line: it was a real device"
     evidence.append(_make_evidence(failure, f"fix: {fix}"))
     if is_refused:
@@ -86,6 +88,12 @@ _FIX_BY_KIND = {
         "virtual one"
     ),
 }
+
+_SECOND_BACKWARD = "backward through the graph a second time"  # of torch's message
+_SECOND_BACKWARD_FIX = (
+    "detach what an earlier step or call has left, such as a hidden state or a sum of losses, before it is used again: "
+    "h = h.detach(), of a tuple each part; with retain_graph=True memory would grow in each step"
+)
 
 
 def _make_evidence(failure: Failure, text: str) -> Evidence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memprof.allocator import parse_release
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, RunFailedError
 from memprof.flows.gpus import GPUS_PER_MACHINE
@@ -42,6 +43,7 @@ def capture_virtual(
         tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
+        release=None if spec.torch_release is None else parse_release(spec.torch_release).version,
         records_callers=False,
         extensions=extensions(),
     )

@@ -16,6 +16,7 @@ from memprof.flows.saved_files import is_json, load_capture, load_json
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Report
+from memprof.report.documents.sweep import Sweep
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import ComparedRun, convert_recording, convert_report
 from memprof.report.matching.tolerance import Tolerance
@@ -58,4 +59,6 @@ def _load_report(path: Path) -> Report:
         raise UsageError("a report of memprof analyze has not all that is compared", value=path, hint=hint)
     if isinstance(document, Comparison):
         raise UsageError("this is a comparison already", value=path, hint=f"give {_FILE_KINDS}")
+    if isinstance(document, Sweep):
+        raise UsageError("this is the table of a sweep", value=path, hint=f"give {_FILE_KINDS}")
     return document

@@ -10,6 +10,7 @@ from typing import Any
 from memprof.allocator import AllocatorConfig, GpuMemory, LiveAllocator, Settings
 from memprof.device.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.host import memory_bytes, processor_name
+from memprof.errors import UsageError
 from memprof.report.export.memory_viz import convert_snapshot
 from memprof.run_spec import RunSpec
 from memprof.snapshots.from_trace import convert_to_snapshot
@@ -20,12 +21,26 @@ from memprof.trace.facts import DeviceFacts
 GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
-def resolve_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf", device_type: str = "cuda") -> Settings:
-    """Return allocator settings from `alloc_conf` or the environment, for devices of this type; raise UsageError if
-    torch would refuse them."""
-    return Settings.resolve(
-        alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ, device_type=device_type
-    )
+def resolve_settings(
+    alloc_conf: str | None, torch_release: str | None = None, *, flag: str = "--alloc-conf", device_type: str = "cuda"
+) -> Settings:
+    """Return allocator settings from `alloc_conf` or the environment, for devices of this type, of a torch release
+    (None: the installed one).
+
+    Raises UsageError: torch would refuse the settings, or there is no such release.
+    """
+    version = torch_release or importlib.metadata.version("torch")
+    return Settings.resolve(alloc_conf, version, flag=flag, environ=os.environ, device_type=device_type)
+
+
+def resolve_spec_settings(spec: TargetSpec | RunSpec) -> Settings:
+    """Return the allocator settings of `spec`; raise UsageError if torch would refuse them, or does not have them, or
+    if the catalog does not have its GPU."""
+    device_type = find_spec_gpu(spec).device_type
+    if spec.torch_release is not None and spec.device != "virtual":
+        value = f"--torch-release {spec.torch_release}"
+        raise UsageError("a measured run has the installed torch", value=value, hint="leave out --device")
+    return resolve_settings(spec.alloc_conf, spec.torch_release, device_type=device_type)
 
 
 class RunAllocator(LiveAllocator):

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from memprof.allocator import CurrentSettings
 from memprof.device.host import available_bytes
-from memprof.errors import RunFailedError, UsageError
+from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.fixes.catalog import ALL_FIXES
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
+from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_spec_settings
 from memprof.flows.local_gpu import find_local_gpu, make_gpu_options
 from memprof.flows.rank_reports import merge_traces
 from memprof.ledger.ledger import EmptyTraceError
@@ -48,7 +48,7 @@ def check_inputs(spec: TargetSpec) -> None:
     """Raise UsageError if `spec` names a GPU, allocator settings, a model, lengths or a plan that do not exist, or do
     not go together. Imports no torch: what a search finds wrong only in its first run, the user learns at once."""
     find_spec_gpu(spec)
-    resolve_settings(spec.alloc_conf, device_type=find_spec_gpu(spec).device_type)
+    resolve_spec_settings(spec)
     source = find_source_without_imports(spec)
     if spec.lengths is not None:
         parse_lengths(spec.lengths)
@@ -75,7 +75,7 @@ def capture_trace(spec: TargetSpec, progress: Callable[[str], None] = lambda _: 
 
 def _run_process(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     gpu = find_spec_gpu(spec)
-    current_settings = CurrentSettings(resolve_settings(spec.alloc_conf, device_type=gpu.device_type))
+    current_settings = CurrentSettings(resolve_spec_settings(spec))
     is_virtual, config = spec.device == "virtual", current_settings.now.config
     device = make_device_facts(gpu, config=config) if is_virtual else read_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
@@ -184,6 +184,18 @@ def count_parallel_runs(spec: TargetSpec) -> int:
     # The user's code may depend on files of an earlier run.
     is_own_code = spec.trust_remote_code or bool(colon and factory.isidentifier())
     return count_workers() if spec.device == "virtual" and not is_own_code and not spec.compile else 1
+
+
+def preload_imports(spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    """Run a small model with the options of `spec`, so that workers forked afterwards share its imports."""
+    progress("importing torch and the libraries")
+    small_spec = spec.edit(
+        model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None,
+        lengths=None, parallel=spec.parallel and "fsdp", rank=None, fixes=(),
+    )  # fmt: skip
+    with contextlib.suppress(MemprofError):  # the runs themselves raise it again
+        profile(small_spec, with_details=False)
+    freeze_existing_objects()
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:

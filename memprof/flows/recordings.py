@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.allocator import AllocatorConfig, GpuMemory, config_from_environment, parse_config
+from memprof.allocator import AllocatorConfig, GpuMemory, Settings, config_from_environment
 from memprof.device.ceiling import (
     MEMORY_BYTES_PER_COLUMN_FILE_BYTE,
     MEMORY_BYTES_PER_FILE_BYTE,
@@ -138,8 +138,9 @@ def _compute_peak_requested(trace: Trace) -> Counter[str]:
 def _find_allocator_settings(trace: Trace) -> tuple[AllocatorConfig, str]:
     """Return the allocator settings in `trace` (else those of the environment), and a sentence on their source."""
     if trace.facts.allocator is not None:
-        alloc_conf = trace.facts.allocator.alloc_conf or ""
-        return parse_config(alloc_conf), f"Allocator settings of the run: {alloc_conf or 'the defaults'}."
+        settings = Settings.from_facts(trace.facts.allocator)
+        alloc_conf = settings.alloc_conf
+        return settings.config, f"Allocator settings of the run: {alloc_conf or 'the defaults'}."
     config, variable = config_from_environment()
     settings_source = f"{variable} of the environment" if variable else "the defaults"
     return config, f"The capture does not name the allocator's settings; {settings_source} are taken."

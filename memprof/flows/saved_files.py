@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
     from memprof.report.documents.report import Report
+    from memprof.report.documents.sweep import Sweep
 
-    SavedDocument = Report | Analysis | Comparison
-_FILE_KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
+    SavedDocument = Report | Analysis | Comparison | Sweep
+_FILE_KINDS = "a capture (--save), or what profile, run, analyze, compare or sweep write with --json"
 
 
 def load(
@@ -81,14 +82,15 @@ def load_json(path: Path) -> SavedDocument:
         raise UsageError(
             "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
         ) from None
-    from memprof.report.documents import analysis, comparison
+    from memprof.report.documents import analysis, comparison, sweep
     from memprof.report.documents.report import SCHEMA, Report
     from memprof.trace.old_names import rename_old
 
     # Value of `command` in the JSON -> type of the document, and the newest schema that is read.
-    other_documents: dict[str, tuple[type[Analysis | Comparison], int]] = {
+    other_documents: dict[str, tuple[type[Analysis | Comparison | Sweep], int]] = {
         "analyze": (analysis.Analysis, analysis.SCHEMA),
         "compare": (comparison.Comparison, comparison.SCHEMA),
+        "sweep": (sweep.Sweep, sweep.SCHEMA),
     }
     command = str(json_value.get("command")) if isinstance(json_value, dict) else ""
     document_type, newest_schema = other_documents.get(command, (Report, SCHEMA))

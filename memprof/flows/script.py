@@ -17,7 +17,14 @@ from memprof.allocator import CurrentSettings, Settings
 from memprof.command_line import make_run_command
 from memprof.device.catalog import Gpu
 from memprof.flows.account import analyze
-from memprof.flows.gpus import RunAllocator, find_spec_gpu, make_device_facts, read_device_facts, resolve_settings
+from memprof.flows.gpus import (
+    RunAllocator,
+    find_spec_gpu,
+    make_device_facts,
+    read_device_facts,
+    resolve_settings,
+    resolve_spec_settings,
+)
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -102,7 +109,7 @@ def capture_run(
 
     gpu, is_virtual = find_spec_gpu(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
-    settings = _LateSettings(spec.alloc_conf, gpu.device_type)
+    settings = _LateSettings(spec)
     script_fixes = ScriptFixes(spec.fixes)
     settings.add_fix_settings(script_fixes.alloc_conf)
     if is_virtual:
@@ -120,6 +127,7 @@ def capture_run(
             allocator_settings=settings,
             raises_oom=not spec.beyond,
             compiles=not spec.no_compile,
+            release=settings.now.release.version,
             extensions=extensions(stubs=not spec.no_stubs),
         )
     else:
@@ -188,10 +196,10 @@ def _list_backward_steps(trace: Trace) -> list[int]:
 class _LateSettings(CurrentSettings):
     """Allocator settings of a script, which may set PYTORCH_CUDA_ALLOC_CONF until its first allocation."""
 
-    def __init__(self, alloc_conf: str | None, device_type: str) -> None:
-        super().__init__(resolve_settings(alloc_conf, device_type=device_type))
-        self._device_type = device_type
-        self._is_unread = alloc_conf is None
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(resolve_spec_settings(spec))
+        self._torch_release, self._device_type = spec.torch_release, find_spec_gpu(spec).device_type
+        self._is_unread = spec.alloc_conf is None
         self._fix_settings = ""
         self._environment = dict(os.environ)
 
@@ -209,7 +217,7 @@ class _LateSettings(CurrentSettings):
     def read(self) -> Settings:
         """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
-            self.now = resolve_settings(None, device_type=self._device_type)
+            self.now = resolve_settings(None, self._torch_release, device_type=self._device_type)
             if self._fix_settings:
                 super().set(",".join(filter(None, (self.get(), self._fix_settings))))
         self._is_unread = False

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.allocator.cublas import CublasWorkspace
 from memprof.device.context import get_context_bytes
-from memprof.device.cublas import CublasWorkspace
 from memprof.device.nvml import Nvml, read_gpu_usage
 from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.history import CounterGap, History

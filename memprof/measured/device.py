@@ -14,7 +14,7 @@ import torch.autograd.profiler as autograd_profiler
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from memprof.device.cublas import CublasWorkspace
+from memprof.allocator.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.cuda import NvmlUse, SharedPeaks

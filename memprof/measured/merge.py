@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from memprof.device.cublas import CublasWorkspace
+from memprof.allocator.cublas import CublasWorkspace
 from memprof.measured.history import DEFAULT_POOL, DEFAULT_STREAM, Allocation, History
 from memprof.measured.marks import FreedStorage, Marks, OwnerMark
 from memprof.measured.operators import MemoryEvent, Profile, TensorInput

@@ -1,8 +1,10 @@
-"""The program's `atexit` handlers, which are run at the program's end, while the virtual GPU still exists."""
+"""What happens at the program's end, while the virtual GPU still exists: its `atexit` handlers, and the end of the
+processes that it has started."""
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import sysconfig
@@ -52,7 +54,10 @@ class ExitHandlers:
         self._skips_handlers = True
 
     def run(self) -> SystemExit | None:
-        """Run the handlers, the last one first; return the SystemExit if a handler calls `os._exit`, else None."""
+        """Run the handlers, the last one first, and wait for started processes as Python does.
+
+        Returns the SystemExit if a handler calls `os._exit`, else None.
+        """
         self._skips_handlers = False
         while self._handlers:
             function, args, options = self._handlers.pop()
@@ -63,6 +68,9 @@ class ExitHandlers:
                     return error
                 print(f"Exception ignored in atexit callback: {function!r}", file=sys.stderr)  # noqa: T201
                 traceback.print_exc()
+        for child in multiprocessing.active_children():
+            if not child.daemon:
+                child.join()
         return None
 
     def _is_program_code(self, code: CodeType) -> bool:

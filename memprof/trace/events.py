@@ -84,6 +84,13 @@ class Caller(NamedTuple):
     by: str  # the function of torch that the line calls, and that runs the rest, such as `torch.func.vmap`; "": unnamed
 
 
+class CheckpointedLine(NamedTuple):
+    """A line that runs in torch.utils.checkpoint.checkpoint, and the line that calls this; indices in Trace.sources."""
+
+    source: int
+    caller: int
+
+
 class ModuleRole(enum.StrEnum):
     """The role of a module in its model, which determines the stages of the run."""
 
@@ -463,6 +470,8 @@ class Trace:
     # if `Storage.source` is a library's; and the outermost own line from which torch called the function with the line
     # before (a call of a model, a torch.func transform, a checkpoint or a backward pass), if it is another line.
     callers: list[Caller] = field(default_factory=list)
+    # Of lines that allocate large storages; of a simulated run.
+    checkpointed_lines: list[CheckpointedLine] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
@@ -493,6 +502,9 @@ class Trace:
     # Storages of pairs of a column [N, 1] and a row [N], the first of each shape and line; of a simulated run.
     column_broadcasts: list[int] = field(default_factory=list)
     frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
+    # `file:line function` of statements that are a call of torch.no_grad() or inference_mode() alone, which does
+    # nothing, in the files that called models with gradients; of a simulated run.
+    unused_no_grads: list[str] = field(default_factory=list)
     # Whether the program has switched on activation checkpointing in a model that it trains (in a simulated run).
     checkpoints: bool = False
     holders: list[Holder] = field(default_factory=list)  # holders of accumulating tensors

@@ -27,6 +27,7 @@ class FileKind:
     name: str  # in errors, such as "capture"
     option: str  # the option that sets the path
     is_ours: Callable[[bytes, bytes], bool]  # whether memprof wrote a file with this begin and this end
+    to_replace: str = "replace it with --force"  # what to do with another file at the path
 
 
 def csv_kind(name: str, option: str, header: bytes) -> FileKind:
@@ -128,7 +129,7 @@ def _check_replaceable(path: Path, status: os.stat_result, file_kind: FileKind, 
             raise UsageError(
                 f"this file is there already, and is no {file_kind.name} of memprof",
                 value=path,
-                hint=f"change {file_kind.option}, or replace it with --force",
+                hint=f"change {file_kind.option}, or {file_kind.to_replace}",
             )
 
 

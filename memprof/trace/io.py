@@ -247,6 +247,8 @@ def _check_references(trace: Trace) -> None:
         for call in trace.vmaps
     ):
         raise ValueError("a call of vmap points outside its tables")
+    if any(not 0 <= index < len(trace.sources) for line in trace.checkpointed_lines for index in line):
+        raise ValueError("a checkpointed line points outside its table")
     for span in trace.untrained_spans:
         for index, used in zip(span.storages, span.last_uses, strict=True):
             if not births[index] < used <= len(trace.events):

@@ -1,4 +1,4 @@
-"""Properties of one GPU, and versions of torch and its libraries, on which the memory of kernels depends."""
+"""Properties of one GPU, and the release of torch, on which the memory of kernels depends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memprof.allocator.releases import find_libraries
 from memprof.device.catalog import Gpu
 
 
@@ -23,21 +24,6 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def cudnn_version(release: tuple[int, int]) -> int:
-    """Return the cuDNN version of PyPI's wheel of a torch release (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
-    return 91_900 if release >= (2, 11) else 91_002
-
-
-def cuda_version(release: tuple[int, int]) -> str:
-    """Return the CUDA version of PyPI's wheel of a torch release (12.8 until 2.10, 13.0 from 2.11 on)."""
-    return "13.0" if release >= (2, 11) else "12.8"
-
-
-def nccl_version(release: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the NCCL version of PyPI's wheel of a torch release (2.27.3 for 2.8, 2.27.5 from 2.9 on)."""
-    return (2, 27, 5) if release >= (2, 9) else (2, 27, 3)
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
     """GPU properties by which kernels choose their launch configuration, and the torch release of the kernels."""
@@ -49,7 +35,13 @@ class DeviceProperties:
     device_type: str = "cuda"
 
     @classmethod
-    def from_gpu(cls, gpu: Gpu) -> DeviceProperties:
-        """Return the properties of `gpu` under the installed torch release."""
+    def from_gpu(cls, gpu: Gpu, release: tuple[int, int] | None = None) -> DeviceProperties:
+        """Return the properties of `gpu` under a torch release (None: the installed one)."""
         capability = gpu.compute_capability
-        return cls(capability, gpu.num_sms, max_threads_per_sm(capability), torch_release(), gpu.device_type)
+        threads = max_threads_per_sm(capability)
+        return cls(capability, gpu.num_sms, threads, release or torch_release(), gpu.device_type)
+
+    @property
+    def cudnn_version(self) -> int:
+        """Return the cuDNN version of the release's wheel, as torch.backends.cudnn.version() has it."""
+        return find_libraries(self.release).cudnn

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memprof.allocator.releases import Libraries, find_libraries
 from memprof.device.catalog import Gpu
 from memprof.patching import PatchSet
 from memprof.serving.budget import EngineBudget
@@ -16,7 +17,7 @@ from memprof.torch_private.check import check_required_names
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual.allocator_answers import AllocatorAnswers, AllocatorSettings, MemoryStatistics, RunSettings
-from memprof.virtual.device_properties import DeviceProperties
+from memprof.virtual.device_properties import DeviceProperties, torch_release
 from memprof.virtual.dispatch_mode import DispatchMode
 from memprof.virtual.function_mode import FunctionMode
 from memprof.virtual.gpus import Gpus
@@ -28,6 +29,10 @@ from memprof.virtual.subprocesses import Subprocesses
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Recorder
 
+_OTHER_RELEASE = (
+    "The allocator, CUDA's libraries and what kernels take beside tensors are those of torch {}; operators are those "
+    "of the installed torch {}."
+)
 _NOT_LAUNCHED = "{} are not launched: what they write is unknown, and they allocate nothing."
 
 
@@ -56,6 +61,7 @@ class GpuOptions:
     raises_oom: bool = False
     # Whether `Trace.callers` are recorded. memprof's own workloads have none.
     records_callers: bool = True
+    release: tuple[int, int] | None = None  # torch whose kernels and libraries are simulated; None: the installed one
     compiles: bool = True  # whether torch.compile compiles for the GPU. False: compiled functions run eagerly
 
 
@@ -94,8 +100,10 @@ class InstallContext:
         self.gpus = Gpus(options.gpus, gpu.device_type, recorder.trace.gpus, are_peers="GeForce" not in gpu.name)
         self.recorder, self.values = recorder, Values(assume)
         self.dispatch_mode = DispatchMode(
-            recorder, self.values, DeviceProperties.from_gpu(gpu), self.gpus, options.workspaces
+            recorder, self.values, DeviceProperties.from_gpu(gpu, options.release), self.gpus, options.workspaces
         )
+        if options.release is not None and options.release != torch_release():
+            assume(_OTHER_RELEASE.format(".".join(map(str, options.release)), torch.__version__))
         self.function_mode = FunctionMode(self.dispatch_mode)
         self.dispatch_mode.function_mode = self.function_mode
         self.is_on_gpu = self.dispatch_mode.is_on_gpu
@@ -112,6 +120,11 @@ class InstallContext:
         self.outside_torch_bytes = 0
         # Called with the EngineBudget of an inference engine once it has started, or has refused to.
         self.on_engine_start: Callable[[EngineBudget], None] = lambda budget: None
+
+    @property
+    def libraries(self) -> Libraries:
+        """Return the CUDA libraries of the simulated torch release."""
+        return find_libraries(self.dispatch_mode.gpu.release)
 
     def mark_written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """Treat the values of `tensor` as unknown: a skipped kernel had it as an argument, and may have written it."""

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.func import functional_call, jacrev, vmap
 
-from memprof.trace.events import NONE, Caller, Trace
+from memprof.trace.events import NONE, Caller, CheckpointedLine, Trace
 from memprof.watch.attribution import Attribution
 from memprof.watch.program_code import COMMANDS_DIR, is_own_file, is_program
 
@@ -38,10 +38,11 @@ class _CodeKind(NamedTuple):
     is_own: bool
     called: str | None  # for a function of torch that calls the program: its name, or ""
     is_outermost: bool  # whether no caller of it belongs to the program: the program's main part, memprof's commands
+    is_checkpoint: bool  # whether it is torch.utils.checkpoint.checkpoint
 
 
 class CallerRecorder:
-    """Recorder of `Trace.callers`."""
+    """Recorder of `Trace.callers` and `Trace.checkpointed_lines`."""
 
     def __init__(self, trace: Trace, attribution: Attribution) -> None:
         self._trace = trace
@@ -49,6 +50,7 @@ class CallerRecorder:
         self._codes: list[CodeType] = []  # kept alive, so that the `id` of each stays its own
         self._kind_by_id: dict[int, _CodeKind | None] = {}  # None: the code does not matter
         self._is_own_source: dict[int, bool] = {NONE: False}
+        self._checkpointed_sources: set[int] = set()
 
     def record(self, index: int) -> None:
         """Append the callers of the storage `index`, which is being allocated, to the trace."""
@@ -64,6 +66,7 @@ class CallerRecorder:
         function torch called back."""
         nearest = outermost = None
         is_first, calls_back, by = True, False, ""
+        is_checkpointed = False
         kinds = self._kind_by_id
         while frame is not None:
             code = frame.f_code
@@ -71,7 +74,11 @@ class CallerRecorder:
             if kind is not None:  # most frames are torch's
                 if kind.called is not None:
                     calls_back, by = True, kind.called
+                    is_checkpointed |= kind.is_checkpoint
                 elif kind.is_program:
+                    if is_checkpointed:
+                        self._record_checkpoint(source, self._attribution.find_source_index(frame))
+                        is_checkpointed = False
                     line = self._attribution.find_source_index(frame) if is_first or kind.is_own else NONE
                     if is_first and line == source:  # what torch calls inside this line does not lead to it
                         calls_back, by = False, ""
@@ -87,6 +94,12 @@ class CallerRecorder:
             frame = frame.f_back
         return nearest, outermost
 
+    def _record_checkpoint(self, source: int, caller: int) -> None:
+        """Record that the line `source` runs in a checkpoint that the line `caller` calls; the innermost counts."""
+        if source not in self._checkpointed_sources:
+            self._checkpointed_sources.add(source)
+            self._trace.checkpointed_lines.append(CheckpointedLine(source, caller))
+
     def _add_kind(self, code: CodeType) -> _CodeKind | None:
         file = code.co_filename
         called = _CALLING_FILES.get(file)
@@ -94,9 +107,10 @@ class CallerRecorder:
             called = f"{called}.{code.co_qualname.partition('.<locals>')[0]}"
         is_own = is_own_file(file)
         is_outermost = (is_own and code.co_name == "<module>") or file.startswith(COMMANDS_DIR)
-        kind = _CodeKind(is_program(code), is_own, called, is_outermost)
+        is_checkpoint = file == torch.utils.checkpoint.__file__ and code.co_name == "checkpoint"
+        kind = _CodeKind(is_program(code), is_own, called, is_outermost, is_checkpoint)
         self._codes.append(code)
-        self._kind_by_id[id(code)] = None if kind == (False, False, None, False) else kind
+        self._kind_by_id[id(code)] = None if kind == (False, False, None, False, False) else kind
         return self._kind_by_id[id(code)]
 
     def _is_own(self, source: int) -> bool:

@@ -114,11 +114,15 @@ class GrowthWatch:
             self._search_holders(grown_keys, self._calls_first_storage)
 
     def record_out_of_memory(self) -> None:
-        """Record that memory has run out, perhaps in an outermost call of a module."""
+        """Record that memory has run out, perhaps in an outermost call of a module; before the first one, what keeps
+        the tensors of the line that has made most."""
         if self._running_call is not None and self._recorder.modules.current_index != NONE:
             trace, (begin, module, source, training, node_number) = self._recorder.trace, self._running_call
             nodes = 0 if node_number is None else autograd.get_sequence_nr() - node_number
             trace.failed_forward = Forward(begin, len(trace.events), module, source, training, nodes, ())
+        if not self._recorder.trace.forwards and self._loop_first_storage == NONE:
+            live_bytes = self._sum_live_bytes(0)
+            self._search_holders({max(live_bytes, key=live_bytes.__getitem__)} if live_bytes else set(), 0)
 
     def find_sums_of_calls(self) -> None:
         """Search for what keeps the graphs of the calls since the last backward, if those are several."""

@@ -195,10 +195,12 @@ class HolderSearch:
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
                     sums[value.grad_fn] = NamedHolder(value, 0, set(), [name]), nodes
-            # Values computed from a sum span as many steps, but are not what keeps the graph alive.
+            # A state that the next step reads, and computes anew from itself; else all but values computed from sums,
+            # which span as many steps, and are not what keeps the graph alive.
+            carried = [holder for holder, _ in sums.values() if any(_is_carried(n, variables) for n in holder.names)]
             independent = [holder for holder, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
             by_name: dict[object, NamedHolder] = {}
-            for holder in independent:  # what each layer has is named once
+            for holder in carried or independent:  # what each layer has is named once
                 name = holder.names[0]
                 by_name.setdefault((name.code, name.owner, name.text.rpartition(".")[2]), holder)
             return [
@@ -322,6 +324,12 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
         for code in codes
     )
     return next((line for line in lines if line is not None), None)
+
+
+def _is_carried(name: HolderName, variables: ProgramVariables) -> bool:
+    """Return whether the program reads the value that a variable or attribute has now, to compute its next value."""
+    is_read = name.owner is not None or variables.may_read(name)
+    return is_read and _find_filling_line(name, variables.codes) is not None
 
 
 def _list_method_codes(kind: type) -> list[CodeType]:

@@ -1,4 +1,5 @@
-"""Settings of a program's models: activation checkpointing, eval mode, and attributes that freeze no parameters."""
+"""Settings of a program's models: activation checkpointing, eval mode, attributes that freeze no parameters, and
+calls of torch.no_grad() that do nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import nn
 from memprof.trace.events import NONE, EvalCall, FrozenInVain, ModuleRole
 from memprof.watch.program_code import is_own_file
 from memprof.watch.recorder import Recorder
-from memprof.watch.source_lines import list_attribute_lines, read_line
+from memprof.watch.source_lines import list_attribute_lines, list_unused_no_grads, read_line
 from memprof.watch.variables import ProgramVariables
 
 # The name of the property in transformers today, and before; diffusers has the second.
@@ -36,6 +37,7 @@ class ModelSettingsWatch:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._seen: set[int] = set()  # indices of the models that were called with gradients
+        self._read_files: set[str] = set()
 
     def record_call(self, model: nn.Module, index: int) -> None:
         """Record an outermost call of `model`; it is looked at in the first that has gradients."""
@@ -44,10 +46,20 @@ class ModelSettingsWatch:
         self._seen.add(index)
         trace = self._recorder.trace
         trace.checkpoints = trace.checkpoints or is_checkpointing(model)
+        self._record_unused_no_grads(sys._getframe(1))
         with torch.DisableTorchFunction():
             for module in model.modules():
                 if vars(module).get("requires_grad") is False and not _has_own_flag(type(module)):
                     self._record_frozen_in_vain(module)
+
+    def _record_unused_no_grads(self, frame: FrameType | None) -> None:
+        """Record the statements of the program's files that run which call torch.no_grad(), and do not use it."""
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file not in self._read_files and is_own_file(file):
+                self._read_files.add(file)
+                self._recorder.trace.unused_no_grads += list_unused_no_grads(file)
+            frame = frame.f_back
 
     def _record_frozen_in_vain(self, module: nn.Module) -> None:
         """Record a `module` that has an attribute `requires_grad`, if all its parameters require gradients."""

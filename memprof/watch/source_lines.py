@@ -8,7 +8,7 @@ import functools
 import inspect
 import linecache
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
@@ -52,6 +52,26 @@ def _find_display_lines(source_text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
+def list_unused_no_grads(file: str) -> list[str]:
+    """Return `file:line function` of the statements of `file` that only call torch.no_grad() or inference_mode(): such
+    a call changes nothing without `with`."""
+    linecache.checkcache(file)
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    functions: dict[ast.AST, str] = {tree: "<module>"}
+    lines = []
+    for node in ast.walk(tree):  # a function before what is in it
+        inside = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else functions[node]
+        functions.update(dict.fromkeys(ast.iter_child_nodes(node), inside))
+        if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in ("no_grad", "inference_mode"):
+                lines.append(f"{file}:{node.lineno} {inside}")
+    return lines
+
+
 def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: str = "") -> str | None:
     """Return `file:line function` of the first line of `code` that adds to `variable`; None if there is none.
 
@@ -61,20 +81,34 @@ def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: s
     name_regex = (r"\." if is_attribute else r"(?<![\w.])") + re.escape(variable)
     name_regex += re.escape(keys).replace("'", "[\"']")
     bounded_name_regex = rf"{name_regex}(?!\w)"
+    assigned = rf"{name_regex}(?:\s*,\s*[\w.]+)*\s*(?::[^=]+)?=(?!=)"  # `h = `, `h, c = `, `h: Tensor = `
     patterns = (
         rf"{name_regex}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
         rf"{name_regex}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
         rf"{name_regex}\s*(?:\+|\|)=",
-        rf"{name_regex}\s*(?::[^=]+)?=(?!=).*{bounded_name_regex}",
+        # A line that detaches the earlier value of a state is not the one that carries its graph on.
+        rf"{assigned}(?!.*\.detach).*{bounded_name_regex}",
+        rf"{assigned}.*{bounded_name_regex}",
     )
-    return next((line for pattern in patterns if (line := find_line(code, pattern)) is not None), None)
+    others = set() if is_attribute else set(_iterate_lines_of_others(code, variable))
+    return next((line for pattern in patterns if (line := find_line(code, pattern, others)) is not None), None)
 
 
-def find_line(code: CodeType, pattern: str) -> str | None:
-    """Return `file:line function` of the first line of `code` that matches the regex `pattern`; None if none does."""
+def _iterate_lines_of_others(code: CodeType, variable: str) -> Iterator[int]:
+    """Yield the lines of functions within `code` that have a variable of this name of their own."""
+    for inner in (constant for constant in code.co_consts if isinstance(constant, CodeType)):
+        if variable in (*inner.co_varnames, *inner.co_cellvars) and not inner.co_name.startswith("<"):
+            yield from range(inner.co_firstlineno, _find_last_line(inner) + 1)
+        else:
+            yield from _iterate_lines_of_others(inner, variable)
+
+
+def find_line(code: CodeType, pattern: str, skipped: Collection[int] = ()) -> str | None:
+    """Return `file:line function` of the first line of `code`, without those `skipped`, that matches the regex
+    `pattern`; None if none does."""
     lines = linecache.getlines(code.co_filename)
     for line_number in range(code.co_firstlineno, min(_find_last_line(code), len(lines)) + 1):
-        if re.search(pattern, lines[line_number - 1].partition("#")[0]):
+        if line_number not in skipped and re.search(pattern, lines[line_number - 1].partition("#")[0]):
             return f"{code.co_filename}:{line_number} {code.co_name}"
     return None
 

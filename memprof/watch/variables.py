@@ -94,7 +94,7 @@ class ProgramVariables:
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
                 continue
             self.names.setdefault(id(value), []).append(HolderName(name, code, None, is_global, offset))
-            self.tensors += _iterate_named_tensors(HolderName(name, code), value, _MAX_SUM_DEPTH)
+            self.tensors += _iterate_named_tensors(HolderName(name, code, None, False, offset), value, _MAX_SUM_DEPTH)
 
 
 def _iterate_named_tensors(name: HolderName, value: Any, depth: int) -> Iterator[tuple[HolderName, torch.Tensor]]:

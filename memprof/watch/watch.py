@@ -23,6 +23,7 @@ from memprof.torch_private import autograd, tensors
 from memprof.trace.events import MovedModel, Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
 from memprof.watch.first_steps import list_first_steps
+from memprof.watch.graph import collect_nodes
 from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
@@ -33,6 +34,7 @@ _BUILDING_PHASES = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 # tensors alive.)
 _PHASE_ATTRIBUTE = "_memprof_phase"
 _MOVED_MODEL_ATTRIBUTE = "_memprof_moved_model"
+_MAX_INPUT_NODES = 16  # autograd nodes of an input that a program makes of tensors that require gradients
 _INPUTS = slice(4, 5)  # argument of autograd's engine: the tensors to whose gradients a backward pass is limited
 
 
@@ -171,17 +173,15 @@ class Watch(ABC):
                 self._mark_inputs((*args, *kwargs.values()))
 
     def _mark_inputs(self, values: Iterable[Any]) -> None:
-        """Mark as inputs the tensors in `values`, nested containers included, except parameters and results of autograd
-        operators."""
+        """Mark as inputs the tensors in `values`, nested containers included, except parameters and what is computed of
+        them."""
         for value in values:
             if isinstance(value, (list, tuple)):
                 self._mark_inputs(value)
             elif isinstance(value, dict):
                 self._mark_inputs(value.values())
-            elif isinstance(value, torch.Tensor) and has_memory(value):
-                is_made_of_weight = isinstance(value, nn.Parameter) or value.grad_fn is not None
-                if not is_made_of_weight:
-                    self.mark_input(value)
+            elif isinstance(value, torch.Tensor) and has_memory(value) and not _is_made_of_weights(value):
+                self.mark_input(value)
 
     def _record_failed_phase(self, error: BaseException) -> None:
         vars(error).setdefault(_PHASE_ATTRIBUTE, self.current_phase)  # the innermost phase knows best
@@ -309,6 +309,18 @@ class Watch(ABC):
         finally:
             self._patches.undo()
             self._roots.clear()
+
+
+def _is_made_of_weights(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a parameter or may be computed of some, to which a long graph may lead.
+
+    The coordinates of a physics-informed network require gradients, and are joined or scaled before its call.
+    """
+    if tensor.grad_fn is None:
+        return isinstance(tensor, nn.Parameter)
+    nodes = collect_nodes([tensor], _MAX_INPUT_NODES)
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return len(nodes) == _MAX_INPUT_NODES or any(isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TypeVar, cast
 
@@ -86,6 +87,37 @@ def run_all(
     return [results[index] if index in results else _run_task(task) for index, task in enumerate(tasks)]
 
 
+class WorkerPool:
+    """Worker processes for tasks that can be pickled, as an executor: forked with all imports of this process where a
+    fork is possible, else started anew."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._earlier = set(multiprocessing.active_children())
+        self.executor = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        can_fork = sys.platform == "linux" and not torch.cuda.device_count()
+        context = multiprocessing.get_context("fork" if can_fork else "spawn")
+        return ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=_prepare_pool_worker)
+
+    def restart(self) -> ProcessPoolExecutor:
+        """Replace the executor, which is broken if one of its processes was killed, by a new one; return it."""
+        self.kill()
+        self.executor = self._start()
+        return self.executor
+
+    def kill(self) -> None:
+        """End the workers at once, with the processes that they have started."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - self._earlier:
+            if sys.platform != "win32" and process.pid is not None:
+                with contextlib.suppress(OSError):  # it leads no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+
+
 def loaded_module_files() -> set[str]:
     """Return the files of all modules that this process and its finished workers have loaded."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
@@ -103,12 +135,24 @@ def _start_worker(task: Callable[[], Any]) -> tuple[Connection, Any]:
 
 def _run_worker(task: Callable[[], Any], connection: Connection) -> None:
     """Run `task` in a forked worker and send its result; the worker ends with its parent, and silently on Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)  # a pool of threads is not inherited
+    _prepare_worker()
     files_before = loaded_module_files()
     with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that requested it
         connection.send((_run_task(task), loaded_module_files() - files_before))
+
+
+def _prepare_pool_worker() -> None:
+    """Prepare a worker of a pool; it leads a process group, which Ctrl-C in a terminal does not reach."""
+    if sys.platform != "win32":
+        os.setpgid(0, 0)
+    _prepare_worker()
+
+
+def _prepare_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)  # a pool of threads is not inherited
 
 
 def _run_task(task: Callable[[], _Result]) -> _Result | MemprofError:

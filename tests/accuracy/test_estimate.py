@@ -8,7 +8,7 @@ import pytest
 from memprof.device.catalog import custom_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.geometry import build_from_model, build_from_params
-from memprof.estimate.methods import METHOD_BY_KEY, MethodPlan
+from memprof.estimate.methods import BANDED_KINDS, METHOD_BY_KEY, MethodPlan
 from memprof.estimate.options import EstimateOptions
 from memprof.estimate.table import DEVICE_USED, FITS, MEMORY_KINDS, NO, build_estimate, read_band
 from memprof.flows.estimate import simulate
@@ -92,8 +92,10 @@ def test_published_figures(shared_dir):
     asked, reasons = estimate_published.ask(rows)
     assert len(asked) + reasons.total() == len(rows)
     stated = estimate_published.measured(asked)
-    assert stated == {kind: asdict(read_band(kind)) for kind in MEMORY_KINDS}
-    assert statistics.mean(row.inside for row in asked) >= 0.85
+    assert stated == {
+        method: {kind: asdict(read_band(kind, method)) for kind in MEMORY_KINDS} for method in BANDED_KINDS
+    }
+    assert statistics.mean(row.inside for row in asked) >= 0.95
 
 
 def test_a_number_of_parameters_is_simulated_in_its_shape():

@@ -32,6 +32,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run": ((), ("script.py",)),
     "estimate": (("--params", "1M"), ()),
     "recommend": (("--gpu-vram", "1"), ()),
+    "sweep": (("--model", "tiny.json", "--context-length", "8"), ()),
     "show": ((), ("run.memprof",)),
     "analyze": ((), ("run.memprof",)),
     "compare": ((), ("run.memprof", "run.memprof")),
@@ -43,7 +44,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vocab": ((), ("corpus.txt",)),
     "monitor": (("--quiet",), ("--", "true")),
 }
-TORCH = ("profile", "run", "recommend", "verify")
+TORCH = ("profile", "run", "recommend", "sweep", "verify")
 EACH = 2  # Values of an option: what reads them is shared by many options, which are given all ten.
 
 

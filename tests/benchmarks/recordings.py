@@ -1,7 +1,7 @@
 """A real recording of a script, compared with the same script on the virtual GPU.
 
     python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] [--dump N]
-        -- SCRIPT [ARGS...]
+        [--torch-release VERSION] -- SCRIPT [ARGS...]
 
 SNAPSHOT is what `torch.cuda.memory._dump_snapshot` wrote on a real GPU. SCRIPT runs under `memprof.virtual_gpu`; its
 own calls of `_record_memory_history` and `_dump_snapshot` mark the window that is compared. The exit code is 1 below
@@ -121,7 +121,13 @@ def _made_by(frames: list[dict[str, Any]]) -> str:
 
 
 def simulate(
-    script: str, arguments: list[str], gpu: str, paths: list[Path], directory: Path | None, dump_number: int | None
+    script: str,
+    arguments: list[str],
+    gpu: str,
+    paths: list[Path],
+    directory: Path | None,
+    dump_number: int | None,
+    torch_release: str | None,
 ) -> Window:
     """Run `script` as a program on the virtual GPU, and take the window that it records itself.
 
@@ -133,7 +139,7 @@ def simulate(
         os.chdir(directory)
     started: list[int] = []
     windows: list[tuple[int, int]] = []
-    active = memprof.virtual_gpu(gpu)
+    active = memprof.virtual_gpu(gpu, torch_release=torch_release)
     with active as virtual:
 
         def now() -> int:
@@ -169,14 +175,14 @@ def simulate(
             pass
     if len(windows) < (dump_number or 1):
         sys.exit(f"the script dumped {len(windows)} recordings that it had begun")
-    return trace_window(active.trace, *windows[(dump_number or 0) - 1])
+    return trace_window(active.trace, *windows[(dump_number or 0) - 1], torch_release)
 
 
 class _Dumped(BaseException):
     """The dump that was requested has been made: the rest of the script does not matter."""
 
 
-def trace_window(trace: Trace, start: int, end: int) -> Window:
+def trace_window(trace: Trace, start: int, end: int, torch_release: str | None = None) -> Window:
     """The events from `start` to `end` of a trace, counted as those of a snapshot are."""
     allocations: list[Allocation] = []
     held = peak = 0
@@ -193,7 +199,7 @@ def trace_window(trace: Trace, start: int, end: int) -> Window:
         held += storage.num_bytes
         peak = max(peak, held)
     # Every process that made a recording may have had settings of its own; they are those of the environment here.
-    release = parse_release(torch.__version__)
+    release = parse_release(torch_release or torch.__version__)
     config, _ = config_from_environment(os.environ, release)
     reserved = replay_trace(trace, config=config, release=release).reserved
     return Window(allocations, peak, reserved[end - 1] if end else 0)
@@ -251,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--path", type=Path, action="append", default=[], help="a folder of modules the script imports")
     parser.add_argument("--cwd", type=Path, help="where the script runs")
     parser.add_argument("--dump", type=int, help="which of the script's dumps it is, from 1 (default: the last)")
+    parser.add_argument("--torch-release", help="as in `memprof run` (default: the installed one)")
     parser.add_argument("--json", action="store_true", help="the whole comparison as JSON instead of a table")
     own = sys.argv[1:] if arguments is None else arguments
     if "--" not in own or not own[own.index("--") + 1 :]:
@@ -259,7 +266,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(own[: own.index("--")])
     with options.snapshot.open("rb") as file:
         recorded = read_snapshot(file)
-    simulated = simulate(script, script_arguments, options.gpu, options.path, options.cwd, options.dump)
+    simulated = simulate(
+        script, script_arguments, options.gpu, options.path, options.cwd, options.dump, options.torch_release
+    )
     result = compare(recorded, simulated)
     print(json.dumps({**asdict(result), "within_bars": result.within_bars}) if options.json else table(result))
     return 0 if result.within_bars else 1

@@ -46,6 +46,23 @@ def test_settings_change_what_is_reserved(memprof, tmp_path):
     assert memprof("show", capture, "--json").json["peak"] == plain["peak"]
 
 
+def test_a_torch_release(memprof):
+    report = memprof("profile", *SMALL, "--json", "--torch-release", "2.9", "--gpu", "b200").json
+    assert report["allocator"]["torch"] == report["target"]["torch_release"] == "2.9"
+    # Of both threads, and of cuBLASLt in the forward.
+    assert report["peak"]["categories"]["library workspace"] == 2 * 8_519_680 + MIB
+
+
+@pytest.mark.parametrize(
+    ("value", "more", "problem"),
+    [("latest", (), "not a torch version"), ("1.13", (), "this torch release is not known"),
+     ("2.9", ("--device", "cpu"), "a measured run has the installed torch")],
+)  # fmt: skip
+def test_a_release_that_cannot_be_simulated(memprof, value, more, problem):
+    result = memprof("profile", *SMALL, "--torch-release", value, *more)
+    assert result.exit_code == 2 and problem in result.stderr
+
+
 def test_settings_of_the_environment(memprof, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", EXPANDABLE)
     capture = tmp_path / "run.memprof"

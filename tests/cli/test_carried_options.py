@@ -30,7 +30,7 @@ from tests.cli.test_next import saved
 WORDS = {
     "alloc_conf": "expandable_segments:True", "gpu": "rtx-4090", "ranks": "0,1", "lengths": "alpaca", "model": "gpt2",
     "lora_targets": "c_attn", "npt_layers": "0,-1", "freeze": "wte*,*.bias", "parallel": "ddp", "quantize": "nf4",
-    "npt": "low-rank", "dtype": "float16", "device": "cpu",
+    "npt": "low-rank", "dtype": "float16", "device": "cpu", "torch_release": "2.9",
 }  # fmt: skip
 # What an option asks for beside it.
 NEEDS: dict[str, dict[str, Any]] = {

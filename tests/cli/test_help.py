@@ -116,7 +116,7 @@ def test_completion_is_installed_by_one_command(home, monkeypatch, shell):
         assert COMPLETED[shell](found, "memprof profile --quan") == ["--quantize"]
         assert COMPLETED[shell](found, "memprof profile --quantize n") == ["nf4"]
         assert COMPLETED[shell](found, "memprof mon") == ["monitor"]
-        assert COMPLETED[shell](found, "memprof estimate --gpu rtx-409") == ["rtx-4090"]
+        assert COMPLETED[shell](found, "memprof estimate --gpu rtx-409") == ["rtx-4090", "rtx-4090-laptop"]
         assert COMPLETED[shell](found, "memprof profile --model llama-3.2-3") == ["llama-3.2-3b"]
 
 

@@ -11,6 +11,7 @@ import typer
 
 from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import SharedOptions
+from memprof.cli.sweep import SweepAxes
 from memprof.spec import TargetSpec, get_options
 
 ANOTHER_DEFAULT = {
@@ -33,7 +34,10 @@ ANOTHER_DEFAULT = {
     ("show", "--alloc-conf"): "likewise",
     ("run", "--gpus"): "a launcher says how many processes it starts",
     ("run", "--rank"): "the others cost as much again",
+    ("sweep", "--gpu"): "a grid is not of the machine that asks for it",
+    ("sweep", "--fix"): "without fixes is one value of several",
 }
+LISTS = {("sweep", about.flag) for about in get_options(SweepAxes).values()}
 OTHER_CHOICES = {
     ("estimate", "--optimizer"): "adafactor's state has no closed form",
     ("estimate", "--optimizer-impl"): "single and foreach take the same",
@@ -46,6 +50,7 @@ CODE_MEANINGS = {
     # What is run.
     "--model": "which model", "--model-size": "the published model of this size", "--params": "a number of parameters",
     "--trust-remote-code": "foreign code may run", "--vocab-size": "rows of the embedding", "-m": "SCRIPT is a module",
+    "--torch-release": "by whose rules torch allocates",
     "--attention": "transformers' implementation of attention", "--sdpa-backend": "torch's kernel of attention",
     "--mode": "training or inference", "--evaluate": "a forward without gradients after each step",
     "--tokenizer": "what splits text into tokens", "--encoding": "of text files",
@@ -92,6 +97,7 @@ CODE_MEANINGS = {
     "--present": "the GPUs that are here", "--env": "this installation",
     # What is tried, looked at and compared.
     "--largest": "the number that fits is searched",
+    "--executor": "where cells are run", "--workers": "cells that are run at once", "--store": "the folder of answers",
     "--fix": "fixes", "--ladder": "fixes one after another", "--suggest-patch": "a diff of own lines",
     "--exact": "a simulation beside the closed form",
     "--snippet": "a script alone", "--row": "the run in this row of a table",
@@ -99,11 +105,12 @@ CODE_MEANINGS = {
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
-    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--image": "as a picture",
+    "--json": "as JSON", "--csv": "as tables", "--parquet": "as a table of Parquet",
+    "--html": "as a page", "--image": "as a picture",
     "--markdown": "as Markdown", "--github": "into a job's summary",
     "--explain": "what it rests on", "--full": "all of a report",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
-    "--log": "a line for each look",
+    "--log": "a line for each look", "--root": "what an assistant may read",
     "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--no-color": "without colours",
@@ -142,15 +149,17 @@ def test_an_option_means_the_same_in_all_commands():
     for flag, uses in found.items():
         help = shared.get(flag, uses[0][1].help)
         command, first, default = uses[0]
+        # A list of the same is parsed, and its choices are checked, value by value.
+        single = [about for name, about, _ in uses if (name, flag) not in LISTS]
         assert all(about.help.startswith(help) for _, about, _ in uses), flag
-        assert {(about.metavar, about.is_count, about.parse) for _, about, _ in uses} == {
-            (first.metavar, first.is_count, first.parse)
-        }, flag
+        assert len({(about.metavar, about.is_count, about.parse) for about in single}) == 1, flag
         defaults = [(name, about.unset or str(value or None)) for name, about, value in uses]
         usual = max((one for _, one in defaults), key=[one for _, one in defaults].count)
         different |= {(name, flag) for name, one in defaults if one != usual}
         others |= (
-            {(name, flag) for name, about, _ in uses if about.choices != first.choices} if len(uses) > 1 else set()
+            {(name, flag) for name, about, _ in uses if about.choices != first.choices and about in single}
+            if len(uses) > 1
+            else set()
         )
     assert different == ANOTHER_DEFAULT.keys()
     assert others == OTHER_CHOICES.keys()

@@ -43,8 +43,9 @@ def outputs(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_the_magic_gives_the_report(outputs):
-    (shown,) = outputs[1]
+def test_the_magic_draws_the_run_and_gives_the_report(outputs):
+    drawn, shown = outputs[1]
+    assert drawn["data"]["application/vnd.plotly.v1+json"]["data"]
     assert "<pre" in shown["data"]["text/html"] and "At the peak" in shown["data"]["text/html"]
     assert "NVIDIA GeForce RTX 4090" in shown["data"]["text/html"]
     peak, kind, source = eval(outputs[5][0]["data"]["text/plain"])

@@ -33,7 +33,7 @@ def test_in_a_process_of_its_own(script):
     assert "done" not in lines
     assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
     assert "train.py 256 32 --debug: stopped after 2 training steps (--steps" in done.stdout
-    assert "step 1 (total)" in done.stdout and "optimizer step" in done.stdout
+    assert "all of step 1" in done.stdout and "optimizer step" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "is_divided"), by_day([((), True), (("-q",), False)]))

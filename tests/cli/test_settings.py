@@ -53,7 +53,7 @@ def test_what_is_taken_is_said(memprof, folder, name):
     assert answer.pop("options_from_file") == {"file": str(folder / name), "options": said.split()}
     assert asked.json == answer and "* on t4" in rest
     assert not memprof("estimate", "--params", "1.2B", "-q").stdout.startswith("From ")
-    assert memprof("models").stdout.startswith("gpt2")  # takes nothing
+    assert memprof("models").stdout.startswith("Qwen\n  qwen3.5-0.8b")  # takes nothing
 
 
 def test_the_command_line_wins(memprof, folder):

@@ -33,6 +33,8 @@ ELSEWHERE = {
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192 --html choice.html": (
         "test_html_answers.py, with a smaller model"
     ),
+    "memprof sweep --gpu t4,rtx-4090 train.py --bs {batch} -- batch=8,16,32": "unit/flows/sweep/test_executors.py",
+    "memprof sweep --model gpt2 --batch-size 1,4 --executor dask:tcp://HOST:8786": "likewise",
     **dict.fromkeys(_commands("memprof run -q"), "tests/docs/test_long_context.py"),
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
     **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),
@@ -41,7 +43,7 @@ ELSEWHERE = {
 COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
 # These make many runs or compile: test_ladder.py and tests/unit/workload/test_compile.py are in every run.
 AT_NIGHT = ("--ladder", "--compile", "--compile-layers", "auto")
-SIMULATES = ("profile", "recommend", "vocab")
+SIMULATES = ("profile", "recommend", "sweep", "vocab")
 # Options of what is simulated; the doctor and estimates, which are quick, have theirs.
 SMALL = {"--model": "path/to/config.json", "--model-size": "1M", "--context-length": "64", "--batch-size": "2"}
 CONFIG = {
@@ -157,8 +159,9 @@ def test_every_command_of_the_documentation_runs(memprof, folder, monkeypatch, l
         if {"vllm", "offline.py"} & {*words}:  # which is not installed: tests/unit/stubs/vllm
             continue
         done = memprof(*words)
-        # Two runs that differ are told by 4, a recording that ends in an error by 3, a machine without a GPU by 1.
+        # Two runs that differ are told by 4, a recording that ends in an error by 3, a machine without a GPU by 1; here
+        # no assistant can be read: 2.
         no_gpu = 0 if "--" in words else 1
-        code = {"compare": 4, "analyze": 3 if "oom" in words else 0, "monitor": no_gpu}.get(words[0], 0)
+        code = {"compare": 4, "analyze": 3 if "oom" in words else 0, "monitor": no_gpu, "mcp": 2}.get(words[0], 0)
         assert done.exit_code in (0, code), (command, done.stderr)
         assert "Traceback" not in done.stderr, command

@@ -30,7 +30,8 @@ def test_the_files_are_current():
 
 def test_every_command_has_a_schema():
     said = " ".join(whose for _, whose in schemas.FILES.values())
-    assert all(re.search(rf"\b{command}\b", said) for command in COMMANDS)
+    commands = set(COMMANDS) - {"mcp"}  # whose answers are those of the others
+    assert all(re.search(rf"\b{command}\b", said) for command in commands)
 
 
 def test_every_document_has_its_version():

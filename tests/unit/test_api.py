@@ -54,6 +54,28 @@ def test_a_program_sees_the_values_of_the_replay() -> None:
     assert total - free == reserved + report["device"]["context_bytes"]
 
 
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    # After the result, workspaces: of cuBLASLt until 2.8 for the call, from 2.9 on for good, from 2.12 on none.
+    [("2.8", [(MIB, True), (8_519_680, False)]), ("2.9.1+cu128", [(8_519_680, False), (MIB, False)]),
+     ("2.12", [(32 * MIB, False)]), ("2.15", [(32 * MIB, True)])],
+)  # fmt: skip
+def test_another_release_has_other_workspaces(release: str, expected: list[tuple[int, bool]]) -> None:
+    with memprof.virtual_gpu("rtx-5090", torch_release=release) as gpu:
+        linear = nn.Linear(64, 64, device="cuda")
+        inputs = torch.empty(64, 64, device="cuda")
+        begin = len(gpu.trace.events)
+        linear(inputs)
+        events = gpu.trace.events[begin:]
+    freed = {ref for kind, ref in events if kind is EventKind.FREE}
+    allocated = [ref for kind, ref in events if kind is EventKind.ALLOC]
+    sizes = [(gpu.trace.storages[ref].num_bytes, ref in freed) for ref in allocated]
+    assert sizes == [(64 * 64 * 4, True), *expected]
+    version = ".".join(release.split(".")[:2])
+    is_said = any(f"are those of torch {version};" in text for text in gpu.trace.assumptions)
+    assert is_said == (not torch.__version__.startswith(f"{version}."))
+
+
 def test_a_program_takes_snapshots_of_its_memory(tmp_path: Path) -> None:
     with memprof.virtual_gpu("a100-40gb", alloc_conf=""):
         assert torch.cuda.memory_snapshot() == []

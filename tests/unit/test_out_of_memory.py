@@ -69,6 +69,7 @@ def test_what_cannot_be_explained_is_raised_as_it_is(
 def test_another_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("mine")
-    with pytest.raises(UsageError), memprof.catch_oom(path):
+    with pytest.raises(UsageError) as error, memprof.catch_oom(path):
         pytest.fail("the block began")
+    assert error.value.hint == 'change snapshot="oom.pickle", or remove it'
     assert path.read_text() == "mine"

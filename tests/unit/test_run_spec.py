@@ -11,7 +11,8 @@ from memprof.spec import get_options
 def test_defaults_are_a_run_on_one_virtual_gpu() -> None:
     assert dataclasses.asdict(RunSpec()) == {
         "worst_batch": False, "beyond": False, "no_compile": False, "no_stubs": False, "steps": None,
-        "until_exit": False, "timeout": None, "alloc_conf": None, "gpu": "h100-80gb", "gpu_vram_bytes": None,
+        "until_exit": False, "timeout": None, "alloc_conf": None, "torch_release": None,
+        "gpu": "h100-80gb", "gpu_vram_bytes": None,
         "host_memory_bytes": None, "gpus": None, "nodes": None, "rank": None, "ranks": None, "shown_gpu": None,
         "device": "virtual", "detail": False, "fixes": (),
     }  # fmt: skip

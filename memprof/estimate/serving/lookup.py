@@ -65,6 +65,12 @@ def _find_config(name: str) -> tuple[dict[str, Any], str, str, int | None] | Non
     if listed is not None:
         return _load_listed_config(listed), name, listed, None
     folded = name.lower()
+    # A base model has the shape of the tuned one that is listed.
+    stem = _index_by_folded_name(is_stem=True).get(_strip_tuned_ending(folded.rpartition("/")[2]))
+    if stem is not None and "text_config" in _load_listed_config(
+        stem
+    ):  # served with its encoders; the catalog has none
+        return _load_listed_config(stem), name, name, None
     endings = sorted((ending for ending in _TUNED_ENDINGS if folded.endswith(ending)), key=len, reverse=True)
     bases = [name, *(name[: -len(ending)] for ending in endings)]
     for base in bases:
@@ -77,9 +83,7 @@ def _find_config(name: str) -> tuple[dict[str, Any], str, str, int | None] | Non
                 if candidate == name:
                     return config, shown, hf_id, entry.num_parameters if is_exact else None
                 return config, name, name, None
-    # A base model has the shape of the tuned one that is listed.
-    listed = _index_by_folded_name(is_stem=True).get(_strip_tuned_ending(folded.rpartition("/")[2]))
-    return None if listed is None else (_load_listed_config(listed), name, name, None)
+    return None if stem is None else (_load_listed_config(stem), name, name, None)
 
 
 def _strip_tuned_ending(folded: str) -> str:

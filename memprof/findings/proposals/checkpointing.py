@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from memprof.findings.finding import Context, cache_per_context
@@ -32,7 +32,12 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 @cache_per_context
 def checkpoint_layers(context: Context) -> Trace | None:
-    """Return the trace with layers that run again in the backward; None if they keep nothing for it.
+    """Return the trace with layers that run again in the backward; None if they keep nothing for it."""
+    return checkpoint_calls(context, list_layer_calls(context.ledger.trace))
+
+
+def checkpoint_calls(context: Context, calls: Sequence[LayerCall]) -> Trace | None:
+    """Return the trace with each of `calls` run again in its backward; None if they keep nothing for it.
 
     What a layer leaves is freed when it returns, but for its result, the last storage that it allocates. Its
     allocations and frees are repeated when its backward begins. Its result lives until then, as the input of the next
@@ -41,7 +46,6 @@ def checkpoint_layers(context: Context) -> Trace | None:
     trace, births, deaths = context.ledger.trace, context.lifetimes.births, context.lifetimes.deaths
     inserted: dict[int, list[Event]] = defaultdict(list)
     removed: list[int] = []
-    calls = list_layer_calls(trace)
     for number, call in enumerate(calls):
         made = {ref for kind, ref in trace.events[call.begin : call.end] if kind is EventKind.ALLOC}
         made -= {index for index in made if index in trace.owners or trace.storages[index].hidden}
@@ -66,18 +70,45 @@ def checkpoint_layers(context: Context) -> Trace | None:
 
 def list_layer_calls(trace: Trace) -> list[LayerCall]:
     """Return the calls of layers in forward passes, in order, without those within another layer's call."""
+    spans = _list_spans(trace, PhaseKind.FORWARD)
+    return [LayerCall(*span, backward) for span, backward in zip(spans, _list_backwards(trace, spans), strict=True)]
+
+
+def list_recomputed_calls(trace: Trace) -> list[LayerCall]:
+    """Return the same of layers that run again in backward passes, as activation checkpointing has it.
+
+    Their backward is that of the operators that ran again (`use_reentrant=True`), or of the call in the forward.
+    """
+    forwards: dict[int, list[LayerCall]] = defaultdict(list)
+    for call in list_layer_calls(trace):
+        forwards[call.module].append(call)
+    spans = _list_spans(trace, PhaseKind.BACKWARD)
+    calls = []
+    for span, backward in zip(spans, _list_backwards(trace, spans), strict=True):
+        earlier = [call.backward for call in forwards[span[0]] if call.end <= span[1] < call.backward]
+        calls.append(LayerCall(*span, min(backward, *earlier[-1:], len(trace.events))))
+    return calls
+
+
+def _list_spans(trace: Trace, kind: PhaseKind) -> list[tuple[int, int, int]]:
+    """Return module, begin and end of each outermost call of a layer in phases of `kind`."""
     spans: list[tuple[int, int, int]] = []
     open_layer = begin = NONE
-    in_forward = False
-    for time, (kind, ref) in enumerate(trace.events):
-        if kind is EventKind.PHASE:
-            in_forward = trace.phases[ref].kind is PhaseKind.FORWARD
-        elif kind is EventKind.ENTER and open_layer == NONE and trace.modules[ref].role is ModuleRole.LAYER:
-            open_layer, begin = ref, time
-        elif kind is EventKind.EXIT and ref == open_layer:
-            if in_forward:
-                spans.append((ref, begin, time))
+    is_in_phase = False
+    for time, event in enumerate(trace.events):
+        if event.kind is EventKind.PHASE:
+            is_in_phase = trace.phases[event.ref].kind is kind
+        elif event.kind is EventKind.ENTER and open_layer == NONE and trace.modules[event.ref].role is ModuleRole.LAYER:
+            open_layer, begin = event.ref, time
+        elif event.kind is EventKind.EXIT and event.ref == open_layer:
+            if is_in_phase:
+                spans.append((event.ref, begin, time))
             open_layer = NONE
+    return spans
+
+
+def _list_backwards(trace: Trace, spans: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Return the event at which the backward of each span's operators begins; the trace's length if there is none."""
     begins = [begin for _, begin, _ in spans]
     backward: dict[int, int] = defaultdict(lambda: len(trace.events))
     births, _ = trace.lifetimes()
@@ -85,4 +116,4 @@ def list_layer_calls(trace: Trace) -> list[LayerCall]:
         position = bisect.bisect_left(begins, storage.forward_event) - 1
         if storage.forward_event != NONE and position >= 0 and storage.forward_event <= spans[position][2]:
             backward[position] = min(backward[position], birth)
-    return [LayerCall(*span, backward[position]) for position, span in enumerate(spans)]
+    return [backward[position] for position in range(len(spans))]

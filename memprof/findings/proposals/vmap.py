@@ -30,9 +30,9 @@ def propose(context: Context) -> Iterator[Proposal]:
         rows = find_fitting_rows(context, inner, num_rows)
         births = {index: context.lifetimes.births[index] for index in results}
         changed = _join_results(resize_rows(trace, inner, rows, num_rows), births, own)
-        how = "vmap of jvp, since jacfwd has none," if function == "jacfwd" else function
+        how = "vmap of jvp (jacfwd has none)" if function == "jacfwd" else function
         line = file_and_line(trace.source_at(source))
-        yield Proposal(changed, f"chunk_size={rows}, for {num_rows} rows, of torch.func.{how} at {line}")
+        yield Proposal(changed, f"chunk_size={rows} in torch.func.{how} at {line}, which takes {num_rows} rows at once")
 
 
 def _find_batched(context: Context, call: VmapCall) -> list[int]:

@@ -7,6 +7,7 @@ years. So a result is cached with a stamp of every Python file that its run load
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -27,6 +28,8 @@ _VARIABLE_PREFIXES = (
 )  # fmt: skip
 _IMPORTABLE_SUFFIXES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
+_CODE_SUFFIXES = (".py", ".toml", ".json", ".zip")  # of files of memprof that change an answer
+
 Stamp = tuple[str, int, int]  # of a file: path, bytes, time of the last change in nanoseconds
 
 
@@ -46,6 +49,16 @@ def describe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, A
             if name.startswith(_VARIABLE_PREFIXES) and name not in (CACHE_VARIABLE, "PYTHONPYCACHEPREFIX")
         },
     }
+
+
+@functools.cache
+def hash_memprof_code() -> str:
+    """Return a digest of the content of memprof's Python files and tables, the same on every machine."""
+    digest = hashlib.sha256()
+    for path in sorted(_iter_memprof_files()):
+        if path.endswith(_CODE_SUFFIXES):
+            digest.update(os.path.relpath(path, _PACKAGE_FOLDER).encode() + b"\0" + Path(path).read_bytes())
+    return digest.hexdigest()
 
 
 def stamp_loaded_files() -> list[Stamp] | None:

@@ -28,6 +28,7 @@ _MAX_UNPACKED_BYTES = 32 * _MAX_FILE_BYTES  # bytes of one file, decompressed
 _HEADER_PREFIX = b"memprof answer 1 "
 _SUFFIX = ".answer"
 _CACHE_FILE = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # a result, or a file that is being written
+CLAIM_SECONDS = 60  # a claim that is older, and not renewed, is one of a process that has ended
 _STALE_SECONDS = 3600  # a temporary file of this age was abandoned
 
 
@@ -63,9 +64,9 @@ class CachedFile:
 
 
 class Store:
-    """The cached results in one folder, which is created with the first result."""
+    """The cached results in one folder, which is created with the first result; `max_bytes` None: none is removed."""
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_CACHE_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None = MAX_CACHE_BYTES) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
 
@@ -101,7 +102,7 @@ class Store:
         """Cache a `value` of plain JSON under `key` (64 hexadecimal digits); return whether it was written."""
         payload = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
         data = _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
-        if len(data) > min(_MAX_FILE_BYTES, self.max_bytes):
+        if len(data) > min(_MAX_FILE_BYTES, self.max_bytes or _MAX_FILE_BYTES):
             return False
         temporary_path = None
         try:
@@ -117,8 +118,34 @@ class Store:
             if temporary_path is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary_path)
-        self._evict()
+        if self.max_bytes is not None:
+            self._evict(self.max_bytes)
         return True
+
+    def claim(self, key: str) -> bool:
+        """Return whether this process may compute the result of `key`: no other one has claimed it, or none has said
+        for a minute (`renew`) that it still does. A folder that cannot be written to refuses nothing."""
+        path = self._get_claim(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(FileExistsError):
+                path.touch(mode=0o600, exist_ok=False)
+                return True
+            if time.time() - path.stat().st_mtime < CLAIM_SECONDS:
+                return False
+            path.touch()
+        except OSError:
+            pass
+        return True
+
+    def renew(self, key: str) -> None:
+        """Say that this process is still at the result of `key`, which it has claimed."""
+        with contextlib.suppress(OSError):
+            self._get_claim(key).touch()
+
+    def release(self, key: str) -> None:
+        """Withdraw the claim of this process on `key`."""
+        _remove_file(self._get_claim(key))
 
     def list_entries(self) -> list[CachedFile]:
         """Return the files of all cached results, the most recently used first."""
@@ -132,6 +159,9 @@ class Store:
         with contextlib.suppress(OSError):
             self.folder.rmdir()
         return num_results
+
+    def _get_claim(self, key: str) -> Path:
+        return self.folder / f".{key}.claim{_SUFFIX}"
 
     def _get_path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
@@ -149,7 +179,7 @@ class Store:
             return []
         return files
 
-    def _evict(self) -> None:
+    def _evict(self, max_bytes: int) -> None:
         """Remove abandoned temporary files, and the least recently used results until the total size is in bounds."""
         total_bytes = 0
         for file in sorted(self._list_files(), key=lambda file: -file.last_used):
@@ -158,7 +188,7 @@ class Store:
                     _remove_file(file.path)
                 continue
             total_bytes += file.num_bytes
-            if total_bytes > self.max_bytes:
+            if total_bytes > max_bytes:
                 _remove_file(file.path)
 
 

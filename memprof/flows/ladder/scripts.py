@@ -24,7 +24,7 @@ from memprof.fixes.chosen import ChosenFix
 from memprof.flows.account import analyze, replace_allocator_settings
 from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.ladder.build import build_ladder
-from memprof.flows.ladder.runs import Runs
+from memprof.flows.ladder.runs import Runs, run_with_ladder
 from memprof.flows.ladder.search import search_fixes
 from memprof.report.documents.report import Report
 from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
@@ -33,6 +33,7 @@ from memprof.trace.events import Trace
 from memprof.trace.io import load_trace
 
 _ERROR_PREFIX = "memprof: "
+_GROWING = ("memory-growth", "evaluation-accumulates", "evaluation-with-gradients")  # findings of what piles up
 
 
 class ScriptRuns(Runs):
@@ -145,12 +146,28 @@ def build_script_ladder(program: Program, spec: RunSpec, progress: Callable[[str
     return build_ladder(ScriptRuns(program, spec, progress), script_fix_names())
 
 
+def _grows(runs: ScriptRuns) -> bool:
+    """Return whether the script does not fit because something grows in it, without which it would fit."""
+    if runs.original.fits:
+        return False
+    report = runs.original.complete_report()
+    too_much = report.peak.allocated_bytes - (report.device.usable_bytes or 0)
+    growing = [one for one in report.findings if one.id in _GROWING]
+    return any(one.is_decisive or (one.num_bytes is not None and one.num_bytes >= too_much) for one in growing)
+
+
 def search_script_fixes(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Report]:
     """Return the script's run with the cheapest set of fixes that fits; raise MemprofError if the script fails."""
     names = script_fix_names()
     exact = [name for name in names if FIXES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
     runs = ScriptRuns(program, spec, progress)
+    if _grows(runs):
+        reason = (
+            "what grows from step to step, or from call to call, is the script's own to keep less of, as said above; "
+            "a fix only delays the end, and none was tried (--fix NAME and --ladder try them)"
+        )
+        return run_with_ladder(runs, (), reason)
     trace, document = search_fixes(runs, tiers)
     if runs.ends_before_calls:
         reason = (

@@ -40,4 +40,4 @@ def _list_changes(source: Source, edit: Edit) -> list[Change]:
         case EditKind.SAVE_FOR_BACKWARD:
             return save_for_backward(source, line, edit.name)
         case _:
-            return keep_less(source, line, edit.name, edit.kind)
+            return keep_less(source, line, edit.name, edit.kind, edit.container)

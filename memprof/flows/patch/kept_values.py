@@ -18,11 +18,23 @@ _SUFFIXES = {
 _NUMBERS = ("item", "tolist", "float", "int", "len")  # functions and methods whose results are no tensors
 
 
-def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Change]:
+# Of each kind of container: the text before and after a part with its suffix, where the parts come from `{}`.
+_PARTS = {
+    "tuple": ("tuple(part", " for part in {})"),
+    "list": ("[part", " for part in {}]"),
+    "dict": ("{{key: part", " for key, part in {}.items()}}"),
+}
+
+
+def keep_less(source: Source, line: int, name: str, kind: EditKind, container: str = "") -> list[Change]:
     """Return the changes of the statement at `line` that adds a value to `name`, so that it keeps less of the value.
+
+    `container`: what the value is, if it is no tensor (`Edit.container`).
 
     Raises NoPatchError: no such statement, or the program needs the graph of what is kept.
     """
+    if ", " in name:
+        return [change for one in name.split(", ") for change in keep_less(source, line, one, kind, container)]
     variable = name.partition("[")[0].rpartition(".")[2]
     statements = source.list_statements(line)
     values = [value for one in statements for value in find_values(one, variable)]
@@ -34,7 +46,7 @@ def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Chan
         raise NoPatchError(f"a backward pass begins at `{name}`")
     needs_tensors = any(map(_needs_tensor, parents))
     suffix = _SUFFIXES[EditKind.KEEP_DETACHED if kind is EditKind.KEEP_NUMBER and needs_tensors else kind]
-    changes = [change for value in values for change in _add_suffix(source, value, suffix)]
+    changes = [change for value in values for change in _add_suffix(source, value, suffix, container)]
     for value in earlier:
         changes += _detach_earlier(source, value, is_tuple="[" in name)
     return list(dict.fromkeys(changes))
@@ -42,13 +54,29 @@ def keep_less(source: Source, line: int, name: str, kind: EditKind) -> list[Chan
 
 def _detach_earlier(source: Source, value: ast.expr, *, is_tuple: bool) -> list[Change]:
     """Return the changes that detach a variable from which its statement computes the next value: where it is read; if
-    the statement assigns to others too, at the end of the block."""
+    the statement assigns to others too, or a loop without a backward runs it, at the end of the block that has one."""
     statement, detached = source.find_statement(value), _SUFFIXES[EditKind.KEEP_DETACHED]
-    if not _assigns_several(statement):
+    block = _find_block_with_backward(source, statement)
+    if not _assigns_several(statement) and statement in block:
         return list(_add_suffix(source, value, detached))
     text = source.read(value)
     new = f"tuple(part{detached} for part in {text})" if is_tuple else f"{text}{detached}"
-    return [source.insert_after(source.find_block(statement)[-1], f"{text} = {new}")]
+    return [source.insert_after(block[-1], f"{text} = {new}")]
+
+
+def _find_block_with_backward(source: Source, statement: ast.stmt) -> list[ast.stmt]:
+    """Return the innermost block around `statement`, in its function, that runs a backward pass; else its own block."""
+    own = block = source.find_block(statement)
+    while not any(_is_backward(node) for one in block for node in ast.walk(one)):
+        outer = next(source.iterate_parents(block[0]), None)
+        if not isinstance(outer, (ast.For, ast.While, ast.If, ast.With)):
+            return own
+        block = source.find_block(outer)
+    return block
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
 
 
 def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
@@ -130,32 +158,36 @@ def _needs_tensor(reader: ast.AST) -> bool:
     return isinstance(reader, ast.Attribute) and reader.attr not in (*_FILLING_METHODS, "clear")
 
 
-def _add_suffix(source: Source, value: ast.expr, suffix: str) -> Iterator[Change]:
-    """Yield the changes that add `suffix` to `value`, or to the parts of a container that is written out."""
+def _add_suffix(source: Source, value: ast.expr, suffix: str, container: str = "") -> Iterator[Change]:
+    """Yield the changes that add `suffix` to `value`, or to the parts of a container that is written out, or that
+    `value` is (`container`)."""
     if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
         for part in value.elts:
-            yield from _add_suffix(source, part, suffix)
+            yield from _add_suffix(source, part, suffix, container)
     elif isinstance(value, ast.Dict):
         for part in value.values:
-            yield from _add_suffix(source, part, suffix)
+            yield from _add_suffix(source, part, suffix, container)
     elif isinstance(value, (ast.ListComp, ast.SetComp)):
-        yield from _add_suffix(source, value.elt, suffix)
+        yield from _add_suffix(source, value.elt, suffix, container)
     elif isinstance(value, ast.DictComp):
-        yield from _add_suffix(source, value.value, suffix)
+        yield from _add_suffix(source, value.value, suffix, container)
     elif isinstance(value, ast.Call) and "state_dict()" in source.read(value):
         suffix = suffix.removeprefix(_SUFFIXES[EditKind.KEEP_DETACHED])  # a state dict has no graph
         yield Change(source.begin(value), source.begin(value), f"{{name: value{suffix} for name, value in ")
         yield Change(source.end(value), source.end(value), ".items()}")
     elif isinstance(value, ast.IfExp):
-        yield from _add_suffix(source, value.body, suffix)
-        yield from _add_suffix(source, value.orelse, suffix)
+        yield from _add_suffix(source, value.body, suffix, container)
+        yield from _add_suffix(source, value.orelse, suffix, container)
     elif not (
         isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _find_variable(value.func) in _NUMBERS)
     ):
         begin, end = source.begin(value), source.end(value)
         detached = _SUFFIXES[EditKind.KEEP_DETACHED]
         suffix = suffix.removeprefix(detached) if source.read(value).endswith(detached) else suffix
-        if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
+        if container:
+            before, after = _PARTS[container]
+            yield Change(begin, end, f"{before}{suffix}{after}".format(source.read(value)))
+        elif isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
             yield Change(end, end, suffix)
         else:
             yield Change(begin, begin, "(")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from memprof.findings import Severity
@@ -23,6 +25,9 @@ from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import short_source
+
+# Python's message where an edit has given a tensor's method to what is no tensor.
+_NO_TENSOR = re.compile(r"AttributeError: '(tuple|list|dict)' object has no attribute '(?:item|detach|cpu)'")
 
 MAX_RUNS = 6  # of patched copies; each takes as long as the program's own run
 
@@ -39,7 +44,8 @@ def suggest_patch(
     changes: list[str] = []
     tried: dict[tuple[str, str], str] = {}  # (file, text of the edit) -> why it is no part of the patch; "": it is
     num_runs = 0
-    while edit := _find_edit(current, tried):
+    again: list[Edit] = []  # edits whose values have turned out to be containers
+    while edit := again.pop() if again else _find_edit(current, tried):
         file, description = parse_source(edit.source)[0], f"{short_source(edit.source)}: {edit.text}"
         tried[file, edit.text] = ""
         try:
@@ -54,6 +60,9 @@ def suggest_patch(
             patched = run_patched(program, rule, spec, {**changed, **_name_as_run(changed, folder)}, folder)
             _check_better(patched, current)
         except NoPatchError as error:
+            container = _NO_TENSOR.search(str(error))
+            if container is not None and not edit.container:
+                again.append(replace(edit, container=container[1]))
             tried[file, edit.text] = f"{description}: {error}"
             continue
         current, texts = patched, changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from memprof.device.catalog import list_gpus
+from memprof.device.catalog import list_suggested_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.outcome import HOST_MEMORY, SimulatedRun
 from memprof.flows.recommend.plans import Goal, list_tiers
@@ -37,9 +37,8 @@ def _find_host_memory(runs: list[PlanRun]) -> Alternative:
 def _find_smallest_gpu(search: Search, leanest: PlanRun) -> Alternative | None:
     """Return the smallest GPU of the catalog on which a simulated run like `leanest` fits; None if no GPU does."""
     spec = leanest.outcome.spec.edit(gpu_vram_bytes=None)
-    for gpu in sorted(list_gpus(), key=lambda gpu: gpu.total_bytes):
-        is_other_kind = gpu.device_type != search.simulator.gpu.device_type
-        if is_other_kind or gpu.total_bytes < leanest.outcome.needed_bytes:
+    for gpu in sorted(list_suggested_gpus(search.simulator.gpu.device_type), key=lambda gpu: gpu.total_bytes):
+        if gpu.total_bytes < leanest.outcome.needed_bytes:
             continue
         simulator = Simulator(gpu, search.simulator.progress)
         outcome = simulator.try_run(spec.edit(gpu=gpu.key), f"{leanest.label} on {gpu.key}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError
-from memprof.flows.profile import capture_trace, profile
+from memprof.flows.profile import capture_trace, preload_imports
 from memprof.flows.recommend.bisection import clamp_to_verdict, find_limit
 from memprof.flows.recommend.outcome import SimulatedRun, evaluate_run
 from memprof.report.documents.recommendation import LargestFit
@@ -69,16 +68,9 @@ class Simulator:
             return None
 
     def preload_imports(self, spec: TargetSpec) -> None:
-        """Run a small model with the options of `spec`, so that workers forked afterwards share its imports."""
-        self.progress("importing torch and the libraries")
+        """Import what runs like `spec` import, if there are workers to share it (see `flows.profile`)."""
         if _has_workers():
-            small_spec = spec.edit(
-                model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None,
-                lengths=None, parallel=spec.parallel and "fsdp", rank=None, fixes=(),
-            )  # fmt: skip
-            with contextlib.suppress(MemprofError):  # the runs themselves raise it again
-                profile(small_spec, with_details=False)
-            freeze_existing_objects()
+            preload_imports(spec, self.progress)
 
     def run_in_parallel(self, requests: Iterable[tuple[TargetSpec, int]]) -> None:
         """Run pairs of a spec and its number of micro-batches in parallel; `run` returns the outcomes later."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 WHAT = "uses CUDA in another process"
 HINT = (
-    "have the other process make host tensors, and move them to the GPU in the process that trains; a program of its "
-    "own is run by itself: memprof run PROGRAM"
+    "have the other process make host tensors, and move them to the GPU in the process that trains; start ranks by "
+    "torchrun or torch.multiprocessing.spawn; a program of its own is run by itself: memprof run PROGRAM"
 )
 
 
@@ -32,15 +32,16 @@ def refuse(cuda: "Any", file: str, make_error: "Callable[[str], Exception]" = Ru
     def patch_during_run(name: str, get_value: "Any", owner: "Any" = cuda) -> None:
         original = getattr(owner, name, None)
         if original is not None:
-            setattr(owner, name, lambda: get_value() if os.path.exists(file) else original())
+            setattr(owner, name, lambda *args: get_value() if os.path.exists(file) else original(*args))
 
     def refuse_use() -> None:
         problem = f"not yet: {_find_program_line()} {WHAT}"
         report_refusal(file, problem, HINT)
         raise make_error(problem)
 
-    # Functions that Python and C++ call before any GPU use.
-    patch_during_run("_lazy_init", refuse_use)
+    # Functions that Python and C++ call before any GPU use; the others do not initialize CUDA.
+    for name in ("_lazy_init", "set_device", "_exchange_device"):
+        patch_during_run(name, refuse_use)
     patch_during_run("is_available", lambda: True)
     patch_during_run("device_count", lambda: 1)
     patch_during_run("is_initialized", lambda: False)

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-_REPORT = FileKind("report", "its path", lambda begin, end: begin.startswith(b"{") and b'"memprof_version"' in begin)
+_REPORT = FileKind(
+    "report",
+    "its path",
+    lambda begin, end: begin.startswith(b"{") and b'"memprof_version"' in begin,
+    "replace it with force=True",
+)
 
 
 class DisplayedDocument(JsonValue):

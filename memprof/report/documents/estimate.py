@@ -8,6 +8,7 @@ from typing import Any
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.explain import format_formula, list_assumptions, list_saved_tensors
+from memprof.estimate.methods import BANDED_KINDS
 from memprof.estimate.table import (
     DEVICE_USED,
     MEMORY_KINDS,
@@ -86,7 +87,7 @@ class EstimateDocument(JsonValue):
     command: str = "estimate"
     source: str = "closed form"
     target: EstimateTarget
-    bands: dict[str, Band]  # By kind of figure, measured against published ones.
+    bands: dict[str, Band]  # By kind of method and of figure, such as "lora, reserved".
     estimates: tuple[EstimateRow, ...]
     sharded: tuple[EstimateRow, ...]
     exact: tuple[SimulatedRow, ...] | None
@@ -123,7 +124,7 @@ def build_estimate_document(
             geometry=None if geometry is None else {name: getattr(geometry, name) for name in _GEOMETRY_FIELDS},
             geometry_is_derived=subject.is_derived,
         ),
-        bands={kind: read_band(kind) for kind in MEMORY_KINDS},
+        bands={f"{method}, {kind}": read_band(kind, method) for method in BANDED_KINDS for kind in MEMORY_KINDS},
         estimates=tuple(rows),
         sharded=tuple(
             EstimateRow(

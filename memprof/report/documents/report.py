@@ -5,10 +5,11 @@ Sizes are bytes. An unknown value is None, and `assumptions` has the reason.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.allocator import Settings
+from memprof.allocator import GpuReplay, Settings
 from memprof.findings import Evidence, Finding, Suggestion
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches
@@ -99,6 +100,9 @@ class Verdict:
     # Peak of host memory beyond `--host-memory`; 0 if the option is not set.
     host_over_bytes: int = 0
     oom_callers: tuple[str, ...] = ()  # Lines of the program that led to `oom_source`, innermost first.
+    # Whether expandable segments, which torch's message advises, would let the failed allocation of a run that ended
+    # there succeed; None: nothing to advise.
+    expandable_segments_help: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,4 +360,12 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
         growth=growth,
         host_over_bytes=host_over_bytes,
         oom_callers=tuple(trace.sources[one.source] for one in trace.list_callers(oom.storage)) if oom else (),
+        expandable_segments_help=_try_expandable_segments(run) if trace.ended_out_of_memory else None,
     )
+
+
+def _try_expandable_segments(run: GpuReplay) -> bool | None:
+    """Return whether `run` has no failed allocation with expandable segments; None if it has them, or cannot."""
+    if not run.rounds or run.config.expandable_segments or not run.release.has_expandable_segments:
+        return None
+    return run.compute_needs(dataclasses.replace(run.config, expandable_segments=True)).fits

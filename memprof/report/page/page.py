@@ -24,13 +24,15 @@ from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import Report
+from memprof.report.documents.sweep import Sweep
 from memprof.report.page.figures import COLOURS
 from memprof.report.page.file_kind import PAGE, PAGE_START
 from memprof.report.page.library import read_plotly_script
 from memprof.report.page.moments import Moments, build_moments, find_kinds
 from memprof.report.page.sections import build_sections
 from memprof.report.page.segments import build_segments_at_peak
-from memprof.report.terminal import analysis, comparison, recommendation
+from memprof.report.page.sweep import build_sweep_sections
+from memprof.report.terminal import analysis, comparison, recommendation, sweep
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.next_step import choose_next_step
@@ -43,7 +45,8 @@ _UNWRAPPED_WIDTH = 10_000  # Columns of a text that the browser breaks into line
 # A body and its scripts, which become one function.
 _RUN_FILES = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
 _SECTION_FILES = ("answer.html", "base.js", "answer.js")
-PageDocument = Report | Comparison | Analysis | Recommendation  # Documents with a page.
+SectionsDocument = Comparison | Analysis | Recommendation | Sweep  # Documents with a page in sections.
+PageDocument = Report | SectionsDocument  # Documents with a page.
 
 
 def write_page(document: PageDocument, path: Path, *, force: bool = False) -> None:
@@ -85,8 +88,8 @@ def render_page(document: PageDocument) -> str:
 """
 
 
-def build_sections_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
-    """Return the data of a comparison, analysis or recommendation for the page's script, as JSON values."""
+def build_sections_data(document: SectionsDocument) -> dict[str, Any]:
+    """Return the data of a document that is shown in sections for the page's script, as JSON values."""
     if isinstance(document, Comparison):
         lines, is_good = split_lines(comparison.render_heading(document)), document.within
         verdict = split_lines(comparison.render(document, quiet=True))
@@ -94,15 +97,19 @@ def build_sections_data(document: Comparison | Analysis | Recommendation) -> dic
     elif isinstance(document, Analysis):
         lines, is_good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
         verdict, text = split_lines(analysis.render(document, quiet=True)), to_text(analysis.render(document))
+    elif isinstance(document, Sweep):
+        lines, is_good = split_lines(sweep.render_axes(document)), document.num_fitting > 0
+        verdict, text = split_lines(sweep.render(document, quiet=True)), to_text(sweep.render(document, explain=True))
     else:
         lines, is_good = split_lines(recommendation.render_heading(document)), document.has_result
         verdict = recommendation.format_verdict_lines(document)
         text = to_text(recommendation.render(document, explain=True))
+    sections = build_sweep_sections(document) if isinstance(document, Sweep) else build_sections(document)
     return {
         "heading": lines,
         "verdict": "\n".join(verdict),
         "good": is_good,
-        "sections": [section.to_json() for section in build_sections(document)],
+        "sections": [section.to_json() for section in sections],
         "text": text,
     }
 

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.findings import Finding, Severity, Suggestion
-from memprof.fixes.catalog import FIXES
+from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape
@@ -27,7 +27,7 @@ from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories
 from memprof.report.terminal.ranks import render_gpus, render_ranks
 from memprof.report.terminal.source_code import read_code
-from memprof.report.terminal.stage_names import choose_shown_step
+from memprof.report.terminal.stage_names import describe_step
 from memprof.report.terminal.stages import format_stage
 from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
@@ -69,7 +69,11 @@ def _render_refused(document: Report) -> list[RenderableType]:
         return []
     tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
     lines = ", called at ".join(map(short_source, (verdict.oom_source, *verdict.oom_callers)))
-    return [Text(f"The failed allocation is {tensor} by {verdict.oom_op}, at {lines}.")]
+    text = f"The failed allocation is {tensor} by {verdict.oom_op}, at {lines}."
+    if verdict.expandable_segments_help is not None:
+        effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
+        text += f" {EXPANDABLE_SEGMENTS}, as torch advises, {effect}."
+    return [Text(text)]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
@@ -82,7 +86,8 @@ def _render_causes(document: Report) -> list[RenderableType]:
     lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
     # A note of fragmentation is of a run with room for it.
     notes = [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
-    return [make_section("Largest at the peak", *lines, *map(_render_title, notes), below=1)]
+    title = "Why: the largest tensors at the peak" if document.verdict.fits is False else "Largest at the peak"
+    return [make_section(title, *lines, *map(_render_title, notes), below=1)]
 
 
 def list_causes(document: Report) -> list[Finding]:
@@ -210,9 +215,9 @@ def _render_top_stages(document: Report) -> RenderableType:
     with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
     top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
     shows_fit = document.source == "simulated"
-    step = choose_shown_step(document, choose_full_step(document))
-    title = f"stage (step {step}), {unit.name} of tensors" if step else f"stage, {unit.name} of tensors"
-    table = make_table(title, ">peak", ">left allocated", *([">on this GPU"] * shows_fit))
+    step = describe_step(document, choose_full_step(document))
+    title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
+    table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
     for i in top:
         row = rows[i]
         name, fit = format_stage(row, document.device.usable_bytes, unit, is_peak=i == peak_index)
@@ -224,6 +229,5 @@ def _render_top_stages(document: Report) -> RenderableType:
 
 
 def _describe_rest(document: Report) -> str:
-    count = len(document.findings)
-    findings = f", {count} finding{'s' if count > 1 else ''} in full" if count else ""
+    findings = ", findings" * bool(document.findings)
     return f"More: --full (timeline, tensors{findings}), --explain (assumptions), --html FILE"

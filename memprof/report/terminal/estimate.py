@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from memprof.device.catalog import Gpu
 from memprof.estimate.explain import CONSTANTS, format_formula, list_assumptions, list_saved_tensors
-from memprof.estimate.methods import METHOD_BY_KEY, METHODS, WEIGHT_DTYPES
+from memprof.estimate.methods import BANDED_KINDS, METHOD_BY_KEY, METHODS, WEIGHT_DTYPES
 from memprof.estimate.table import (
     BORDERLINE,
     DEVICE_USED,
@@ -138,13 +138,18 @@ def _format_gpus(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
     yield f"Within the band a GPU is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
-    for kind in MEMORY_KINDS:
-        band = read_band(kind)
-        width = f"{band.low:+.0%} to {band.high:+.0%}"
-        yield (
-            f"  {kind:11} {width:14} {band.inside:.0%} of {band.figures} figures within; {band.held_out:.0%} where "
-            "their source had no part in it"
+    rows = []
+    for method in BANDED_KINDS:
+        bands = [read_band(kind, method) for kind in MEMORY_KINDS]
+        widths = [f"{band.low:+.0%} to {band.high:+.0%}" for band in bands]
+        figures = sum(band.figures for band in bands)
+        inside, held_out = (
+            f"{sum(band.figures * getattr(band, name) for band in bands) / max(1, figures):.0%}"
+            for name in ("inside", "held_out")
         )
+        rows.append([method, *widths, str(figures), *((inside, held_out) if figures else ("-", "-"))])
+    yield from _format_table(["", *(f">{kind}" for kind in MEMORY_KINDS), ">figures", ">within", ">held out"], rows)
+    yield "held out: within a band in which the figure's source had no part"
 
 
 def _format_sharded(estimate: Estimate) -> Iterator[str]:

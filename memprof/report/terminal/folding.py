@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from memprof.ledger.stage_amounts import Stage
 from memprof.report.documents.report import Report
+from memprof.report.terminal.stage_names import describe_step, find_last_step
 
 T = TypeVar("T")
 
@@ -47,12 +48,14 @@ def choose_full_step(document: Report) -> int:
 def fold_stages(document: Report) -> list[ShownStage]:
     """Return the rows of a report's stage table, with equal layers and repeated steps merged."""
     full_step = choose_full_step(document)
+    last_step = find_last_step(document)
     result: list[ShownStage] = []
     for step, rows in groupby(document.stages, key=lambda row: row.step):
         if step in (0, full_step):
             result += _fold_step(list(rows))
         else:
-            result.append(_merge_stages(list(rows), name=f"step {step} (total)", is_step=True))
+            name = f"all of {describe_step(document, step)}" if step <= last_step else "after the last step"
+            result.append(_merge_stages(list(rows), name=name, is_step=step <= last_step))
     for max_rows in MAX_ROUND_ROWS:
         result = list(_fold_repetitions(result, round(SAME_COST_SHARE * document.peak.allocated_bytes), max_rows))
     return result
@@ -146,7 +149,7 @@ def _fold_rounds(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
         is_step_range = first.is_step and len(rows) > 1
-        name = f"steps {_format_numbers(rows, are_successive=is_single_row)} (total)" if is_step_range else first.name
+        name = f"steps {_format_numbers(rows, are_successive=is_single_row)}" if is_step_range else first.name
         round_changes = {"delta_bytes": last.delta_bytes, "num_rounds": sum(row.num_rounds for row in rows)}
         yield _merge_stages(
             rows, name=name, **({"num_merged": sum(row.num_merged for row in rows)} if is_single_row else round_changes)

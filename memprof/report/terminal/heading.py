@@ -57,7 +57,7 @@ def _describe_program(program: ProgramFacts) -> str:
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
     own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
     ending = own_code if has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
-    begun = f"after {steps} had begun" if num_steps else "before any training step"
+    begun = f"after training step {num_steps} began" if num_steps else "before any training step"
     return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun)}"
 
 

@@ -8,7 +8,8 @@ from memprof.ledger.stages import format_stage
 from memprof.report.documents.report import Report
 
 _WORDS_BY_NAME = {
-    "parameters": "setup", "own code": "code between modules", "output": "code after the model", "other": "other code",
+    "parameters": "setup", "own code": "code between modules", "output": "code after the model",
+    "other": "code between stages",
 }  # fmt: skip
 _EVALUATION = "evaluation "
 _CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
@@ -31,9 +32,19 @@ def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
 
 def describe_moment(document: Report, stage: str, step: int) -> str:
     """Return a stage of a report's run as text; without its step in a script that begins no training step."""
-    return describe_stage(stage, choose_shown_step(document, step))
+    last = find_last_step(document)
+    if step <= last:
+        return describe_stage(stage, step)
+    return f"{describe_name(stage)}{f' after step {last}' * bool(last)}"
 
 
-def choose_shown_step(document: Report, step: int) -> int:
-    """Return `step`, or 0 in a script that begins no training step: the step is then one that never comes."""
-    return step if document.program is None or document.program.steps else 0
+def describe_step(document: Report, step: int) -> str:
+    """Return a step as text; "" for the setup, and in a script that begins no training step."""
+    last = find_last_step(document)
+    return f"step {step}" * bool(step) if step <= last else f"after step {last}" * bool(last)
+
+
+def find_last_step(document: Report) -> int:
+    """Return the number of the last training step that the program began: what is recorded as a later one came after it
+    (an evaluation), and was not one."""
+    return max((row.step for row in document.stages), default=0) if document.program is None else document.program.steps

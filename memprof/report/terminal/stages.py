@@ -11,7 +11,7 @@ from memprof.report.terminal.console import dim, make_table
 from memprof.report.terminal.device_readings import describe_gpu_differences, find_gpu_columns
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.peak import choose_report_unit
-from memprof.report.terminal.stage_names import choose_shown_step, describe_name
+from memprof.report.terminal.stage_names import describe_name, describe_step
 from memprof.units import MIB, format_bytes
 
 MIN_HOST_BYTES = 64 * MIB  # Host memory below this has no column.
@@ -30,13 +30,13 @@ _OPTIONAL_COLUMNS = (
 def render_stages(document: Report) -> RenderableType:
     """Return the table of stages; equal layers, and the steps other than that of the peak, are one row each."""
     usable, unit = document.device.usable_bytes, choose_report_unit(document)
-    step = choose_shown_step(document, choose_full_step(document))
+    step = describe_step(document, choose_full_step(document))
     format_size = unit.format
     on_cpu, is_measured, gpu_columns = document.on_cpu, document.source == "measured", find_gpu_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *gpu_columns]
     headers += ["seconds" if is_measured else "on this GPU", *(["host peak"] * shows_host)]
-    title = f"stage (step {step})" if step else "stage"
+    title = f"stage ({step})" if step else "stage"
     table = make_table(title, *(f">{header}" for header in headers), ruled=True, optional=_OPTIONAL_COLUMNS)
     rows = fold_stages(document)
     peak_index = find_peak_row(document, rows)
@@ -71,17 +71,20 @@ def format_stage(row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_pe
 
     The name has the number of stages and repetitions in the row, and a mark at the peak of the run.
     """
-    fit = Text("out of memory", style="red") if row.oom else Text("fits")
-    if usable_bytes is not None and row.peak_allocated_bytes > usable_bytes:
-        over_bytes = row.peak_allocated_bytes - usable_bytes
-        is_shown = over_bytes >= unit.num_bytes / 100
-        fit = Text(f"{unit.format(over_bytes) if is_shown else format_bytes(over_bytes)} over", style="red")
+    fit = Text("fits")
+    if row.oom or (usable_bytes is not None and row.peak_allocated_bytes > usable_bytes):
+        fit = Text("out of memory" if row.oom else "does not fit", style="red")
     name = Text(describe_name(row.name))
     if row.num_merged > 1:
-        suffix = "each" if row.has_equal_deltas else "on average"
-        name.append(f" x{row.num_merged}, {unit.format(row.delta_bytes // row.num_merged)} {suffix}", style="dim")
-    if row.num_rounds > 1:
-        name.append(f", {row.num_rounds} {'steps' if row.is_step else 'times'}", style="dim")
+        mean_bytes = row.delta_bytes // row.num_merged
+        mean, growth = unit.format(mean_bytes), unit.format(mean_bytes, sign=True)
+        if row.is_step:  # whose name has their numbers
+            suffix = f", {growth} a step" if growth != "+0.00" else ""
+        else:
+            suffix = f" x{row.num_merged}, {mean} {'each' if row.has_equal_deltas else 'on average'}"
+        name.append(suffix, style="dim")
+    if row.num_rounds > 1 and not row.is_step:
+        name.append(f", {row.num_rounds} times", style="dim")
     if is_peak:
         name.append("  <- peak", style="bold red" if fit.style else "bold")
     return name, fit

@@ -164,8 +164,9 @@ def _format_growth(growth: Growth | None) -> str:
     if growth is None:
         return ""
     until = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
-    about = "" if growth.program_steps == growth.steps_seen else "about "
-    end = "" if growth.program_steps is None else f"; the script ends after {about}step {growth.program_steps:,}"
+    end = "" if growth.program_steps is None else f"; the script makes about {growth.program_steps:,} steps"
+    if growth.program_steps == growth.steps_seen:
+        end = f"; the script ended with step {growth.program_steps:,}, before the GPU was full"
     has_higher_peaks = growth.peak_bytes_per_step > growth.bytes_per_step
     peak = f" (its peak by {format_bytes(growth.peak_bytes_per_step)})" if has_higher_peaks else ""
     return f" Memory grows by {format_bytes(growth.bytes_per_step)} a step{peak}{until and ', and fits'}{until}{end}."

@@ -29,7 +29,8 @@ from memprof.virtual.compiled.cuda_graphs import CudaGraphs
 from memprof.virtual.compiled.diagnostics import CompileDiagnostics
 from memprof.virtual.compiled.mode_suspension import Suspension
 from memprof.virtual.compiled.origins import BufferOrigins
-from memprof.virtual.cuda_api.driver import make_constant_function, patch_driver
+from memprof.virtual.cuda_api.driver import patch_driver
+from memprof.virtual.gpu_functions import make_constant_function
 from memprof.virtual.gpus import Gpus
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.integrations.compiled import BLOCK_MASK, allocate_block_mask, is_block_mask

@@ -12,7 +12,7 @@ import torch.backends.cudnn.rnn
 from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda, kernels
 from memprof.virtual.cuda_api.driver import UUID, DeviceProperties, get_multiprocessor_limits, patch_driver
-from memprof.virtual.device_properties import cuda_version, cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.device_properties import max_threads_per_sm
 from memprof.virtual.gpu_functions import GPU_METHODS, STATISTICS, GpuFunctions, make_constant_function, make_distinct
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
@@ -55,7 +55,7 @@ class TorchCuda(Extension):
         yield torch.cuda, "device_of", replacements["device"]
         yield from patch_driver(context.gpus)
         yield from _patch_allocator_functions(functions, context)
-        yield from _patch_build_properties()
+        yield from _patch_build_properties(context)
 
 
 def _map_cuda_functions(functions: GpuFunctions, context: InstallContext) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _patch_allocator_functions(functions: GpuFunctions, context: InstallContext)
     yield cuda.set_allocator_settings.patch(make_distinct(context.settings.set))
 
 
-def _patch_build_properties() -> Iterator[Patch]:
+def _patch_build_properties(context: InstallContext) -> Iterator[Patch]:
     """Yield patches that make torch report a build with CUDA, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
         rangePushA=make_constant_function(0),
@@ -124,10 +124,10 @@ def _patch_build_properties() -> Iterator[Patch]:
     )
     yield cuda.nvtx.patch(nvtx)
     if torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
-        yield torch.version, "cuda", cuda_version(torch_release())
+        yield torch.version, "cuda", context.libraries.cuda
         yield torch.backends.cuda, "is_built", make_constant_function(True)
     yield torch.backends.cudnn, "is_available", make_constant_function(True)
-    yield torch.backends.cudnn, "version", make_constant_function(cudnn_version(torch_release()))
+    yield torch.backends.cudnn, "version", make_constant_function(context.libraries.cudnn)
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
     yield kernels.use_cudnn_rnn_flatten_weight.patch(make_constant_function(True))

@@ -16,7 +16,7 @@ import torch
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda
-from memprof.virtual.cuda_api.driver import make_constant_function
+from memprof.virtual.gpu_functions import make_constant_function
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
 from memprof.watch.recorder import Recorder

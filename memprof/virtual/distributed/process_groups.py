@@ -23,7 +23,6 @@ import torch.distributed as dist
 from memprof.patching import Extension, Patch
 from memprof.torch_private import distributed
 from memprof.trace.facts import RankFacts
-from memprof.virtual.device_properties import nccl_version, torch_release
 from memprof.virtual.distributed import stores
 from memprof.virtual.distributed.rank_group import BACKEND, RankGroup
 from memprof.virtual.install_context import InstallContext
@@ -65,7 +64,7 @@ class ProcessGroups(Extension):
                 if hasattr(owner, name):
                     yield owner, name, self._store
         yield dist, "is_nccl_available", lambda: True
-        yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
+        yield torch.cuda.nccl, "version", lambda: context.libraries.nccl
         if hasattr(dist, "Logger"):  # DistributedDataParallel has no timers for meta tensors, and would warn
             yield dist.Logger, "set_runtime_stats_and_log", lambda logger: None
         if getattr(_c10d, "default_pg_nccl_timeout", None) is None:  # a build without NCCL warns

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.allocator.releases import Change
 from memprof.torch_private import kernels
 from memprof.units import round_up
-from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.activations import dropout
@@ -30,8 +31,6 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _BACKEND_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # numbers of `torch.nn.attention.SDPBackend`
 _DEFAULT_ORDER = ("flash", "efficient", "math", "cudnn")
-# First release whose memory-efficient kernel supports grouped queries (pull request 191085, summer 2026).
-_EFFICIENT_GROUPS_SINCE = (2, 15)
 
 WORKSPACE_ASSUMPTION = (
     "The workspace of cuDNN's attention is counted as its open frontend sizes it and as it was on an H100 with cuDNN "
@@ -48,7 +47,7 @@ def prefers_cudnn(gpu: DeviceProperties) -> bool:
     """
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return False
-    return cudnn_version(gpu.release) > 91_500 and gpu.compute_capability[0] in (9, 10)
+    return gpu.cudnn_version > 91_500 and gpu.compute_capability[0] in (9, 10)
 
 
 @dataclass
@@ -149,7 +148,7 @@ def _can_use_cudnn(gpu: DeviceProperties, call: AttentionArguments) -> bool:
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     head_dims = query.shape[-1], value.shape[-1]
     major, minor = gpu.compute_capability
-    has_wide_heads = (major, minor) == (9, 0) and cudnn_version(gpu.release) >= 91_000
+    has_wide_heads = (major, minor) == (9, 0) and gpu.cudnn_version >= 91_000
     max_head_dim = 256 if has_wide_heads else 192 if head_dims == (192, 128) and major == 10 else 128
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
@@ -193,7 +192,7 @@ def _can_use_efficient(gpu: DeviceProperties, call: AttentionArguments, is_group
     alignment = 8 if is_half else 4 if capability >= (8, 0) else 1
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
-        and not (is_grouped and gpu.release < _EFFICIENT_GROUPS_SINCE)
+        and not (is_grouped and not Change.EFFICIENT_GROUPS.is_in(gpu.release))
         and capability >= (5, 0)
         and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
         and query.shape[-1] == key.shape[-1]

@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.allocator.releases import Change
 from memprof.torch_private import kernels
 from memprof.units import round_up
-from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import copy_bytes, suggest_layout
 from memprof.virtual.kernels.reductions import accumulator_bytes_per_value, reduction_buffers
@@ -77,8 +78,7 @@ def uses_cudnn(gpu: DeviceProperties, data: torch.Tensor, weight: torch.Tensor, 
         return False
     if torch.bfloat16 in (data.dtype, weight.dtype) and gpu.compute_capability < (8, 0):
         return False
-    # torch 2.9 and later go round a fault of cuDNN 9.8 to 9.14.
-    has_cudnn_bug = gpu.release >= (2, 9) and 90_800 <= cudnn_version(gpu.release) < 91_500
+    has_cudnn_bug = Change.CUDNN_3D_WORKAROUND.is_in(gpu.release) and 90_800 <= gpu.cudnn_version < 91_500
     if has_cudnn_bug and data.element_size() == 2 and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1:
         return choose_cudnn_layout(data, weight) is not _CONTIGUOUS
     return data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memprof.allocator.releases import Change
 from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
@@ -187,10 +188,10 @@ def eig(launch: KernelContext) -> Any:
     """Check that all elements are finite, and compute complex eigenvectors and eigenvalues in temporaries; for real
     matrices also real temporaries, and a check for complex eigenvalues (native/BatchLinearAlgebra.cpp, linalg_eig_out).
 
-    Recorded with torch 2.11; earlier releases compute eigenvalues on the host.
+    Earlier releases compute eigenvalues on the host.
     """
     matrix = launch.args[0]
-    if launch.gpu.release < (2, 11):
+    if not Change.EIGENVALUES_ON_GPU.is_in(launch.gpu.release):
         return NotImplemented
     batch, rows, item_bytes = _count_matrices(matrix), matrix.shape[-1], matrix.element_size()
     num_values, complex_bytes = batch * rows, matrix.dtype.to_complex().itemsize

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memprof.device.cublas import PRODUCTS
+from memprof.allocator.cublas import PRODUCTS
 from memprof.torch_private import kernels
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.engine import is_in_backward

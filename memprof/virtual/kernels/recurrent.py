@@ -14,7 +14,7 @@ import torch
 
 from memprof.torch_private import kernels
 from memprof.units import round_up
-from memprof.virtual.device_properties import DeviceProperties, cudnn_version
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import copy_bytes
@@ -59,7 +59,7 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
 
 def is_cudnn_measured(gpu: DeviceProperties) -> bool:
     """Return whether the GPU's torch release has the cuDNN version whose reserve space and workspace were measured."""
-    return cudnn_version(gpu.release) >= _MEASURED_CUDNN_VERSION
+    return gpu.cudnn_version >= _MEASURED_CUDNN_VERSION
 
 
 def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ def _runs_on_cudnn(gpu: DeviceProperties, dtype: torch.dtype) -> bool:
     which decides whether parameters are flattened, still returns False for bfloat16."""
     if gpu.device_type != "cuda":
         return False
-    supports_bfloat16 = gpu.compute_capability >= (8, 0) and cudnn_version(gpu.release) >= 91_300
+    supports_bfloat16 = gpu.compute_capability >= (8, 0) and gpu.cudnn_version >= 91_300
     return dtype in CUDNN_DTYPES or (dtype is torch.bfloat16 and supports_bfloat16)
 
 

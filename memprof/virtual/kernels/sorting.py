@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from memprof.allocator.releases import Change, find_libraries
 from memprof.torch_private import kernels
-from memprof.virtual.device_properties import DeviceProperties, cuda_version
+from memprof.virtual.device_properties import DeviceProperties
 from memprof.virtual.device_state import DeviceState
 from memprof.virtual.kernel_context import KernelContext
 from memprof.virtual.kernels.copies import copy_bytes, make_copies_formula
@@ -89,7 +90,7 @@ def scan_bytes(num_items: int, item_bytes: int, gpu: DeviceProperties, algorithm
     tile_items = _count_tile_items(algorithm, gpu) if algorithm else 128 * max(1, min(15 * 4 // item_bytes, 30))
     status_bytes = (-(-num_items // tile_items) + 32) * (8 if item_bytes <= 4 else 16)
     # CUB 3.0 also aligns the status words separately (cub/agent/single_pass_scan_operators.cuh).
-    return _sum_aligned([_sum_aligned([status_bytes]) if cuda_version(gpu.release) >= "13" else status_bytes])
+    return _sum_aligned([_sum_aligned([status_bytes]) if find_libraries(gpu.release).cuda >= "13" else status_bytes])
 
 
 def reduce_bytes(num_items: int, gpu: DeviceProperties) -> int:
@@ -169,8 +170,7 @@ def compute_topk_scratch(args: Any, gpu: DeviceProperties) -> list[int]:
     num_blocks = num_slices * -(-length // items_per_block)
     radix_bytes = max(4, data.element_size())
     kth_bytes, slice_buffers = num_slices * data.element_size(), [8 * num_slices, 2 * num_slices * radix_bytes]
-    # Since pull request 164459, the kernel has sums of digits instead of semaphores.
-    has_digit_sums = gpu.release >= (2, 10)
+    has_digit_sums = Change.TOPK_DIGIT_SUMS.is_in(gpu.release)
     first_buffers = [kth_bytes] if has_digit_sums else [kth_bytes, 4 * num_slices]
     sum_buffers = [num_slices * _NUM_DIGITS * 4] if has_digit_sums else []
     scan_buffers = [_sum_by_key_bytes(num_blocks, gpu)] * 2

@@ -45,6 +45,7 @@ class ModelEntry:
     max_positions: int | None
     vocab_size: int | None  # rows of the token embedding; None for a model without tokens.
     sources: tuple[str, ...]  # addresses that the facts came from.
+    family: str = ""  # what `memprof models` groups it under, such as "Qwen"; empty for a synthesised model.
     aliases: tuple[str, ...] = ()  # other names that `find_model` accepts.
     # the count that the publisher gives, if known. `note` says why it differs from `num_parameters`, where it does.
     published_parameters: int | None = None
@@ -69,7 +70,7 @@ class ModelEntry:
 
 @cache
 def list_models() -> tuple[ModelEntry, ...]:
-    """Return all published models of the catalog, in the order of the index (by family, then by size)."""
+    """Return all published models of the catalog, in the order of the index (by family, its newest first)."""
     import tomllib
 
     return tuple(_make_entry(key, table) for key, table in tomllib.loads(_read_text("index.toml")).items())

@@ -19,15 +19,14 @@ from memprof.watch.collection import disable_garbage_collection
 from tests.accuracy.published.rows import UNITS, Row
 from tests.unit.allocator.replaying import replay_trace
 
-# A table's name of a GPU -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada GPU of
-# its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else.
+# A table's name of a GPU -> the catalog's.
 GPUS = {
     "1x A100-80G": "a100-80gb",
     "1x H20 96GB": "h20-96gb",
     "1x 4090": "rtx-4090",
     "1x RTX 4090": "rtx-4090",
     "1x A6000": "rtx-a6000",
-    "4070Ti SUPER": "rtx-4060-ti-16gb",
+    "4070Ti SUPER": "rtx-4070-ti-super",
     "A100": "a100-80gb",
     "A100-SXM4-80GB": "a100-80gb",
     "NVIDIA A100-SXM4-80GB": "a100-80gb",

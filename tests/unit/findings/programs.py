@@ -341,3 +341,28 @@ def sparse_graph(*, entries: bool = False) -> None:
             )
         result.square().mean().backward()
         weights.grad = features.grad = None
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(64, 256), nn.Linear(256, 1)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        results = []
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+            results.append(self.head(state))
+        return torch.cat(results, 1), state
+
+
+def recurrence(windows: int = 1) -> None:
+    model = Recurrent().cuda()
+
+    def losses() -> Any:
+        x, state = torch.randn(4096, 80, 64, device="cuda"), torch.zeros(4096, 256, device="cuda")
+        for part in x.chunk(windows, 1):
+            y, state = model(part, state.detach())
+            yield y.square().mean()
+
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), losses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -93,6 +94,21 @@ def test_outputs_that_stay(program: Callable[[], None], holder: str, tensors: in
     assert finding.num_bytes == tensors * LOGITS
     assert finding.evidence[1].num_bytes == LOGITS
     assert finding.evidence[-1].text.startswith("fix at ") and ".cpu()" in finding.evidence[-1].text
+
+
+def without_with() -> None:
+    net = model()
+    torch.no_grad()  # alone
+    outputs = [net(x) for x in batches(10)]
+    assert outputs
+
+
+def test_a_call_of_no_grad_that_is_no_block() -> None:
+    (finding,) = found(without_with)
+    lines, first = inspect.getsourcelines(without_with)
+    line = first + next(number for number, line in enumerate(lines) if "# alone" in line)
+    assert f"(it does nothing at findings/test_evaluation.py:{line} without `with`)" in finding.title
+    assert finding.evidence[-1].text.startswith(f"fix at findings/test_evaluation.py:{line}: `with torch.no_grad():`")
 
 
 @pytest.mark.parametrize(("num_batches", "is_decisive"), [(20, False), (40, True)])

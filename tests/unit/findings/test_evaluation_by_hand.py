@@ -240,7 +240,7 @@ def test_graphs_that_no_backward_reaches() -> None:
     b = with_graphs()
     b.trace.forwards[1] = b.trace.forwards[1]._replace(source=len(b.trace.sources))
     b.trace.sources.append("eval.py:6 main")
-    assert "at eval.py:5, which" in only(evaluation_with_gradients.find(b.context())).title
+    assert "at eval.py:5 keep" in only(evaluation_with_gradients.find(b.context())).title
     assert finding.evidence[0].source == finding.evidence[1].source == CALL
 
 
@@ -435,5 +435,5 @@ def test_what_calls_keep_is_told_where_the_next_call_fills_the_gpu(nodes: int) -
     b.trace.ended_out_of_memory, b.trace.may_train = True, False
     rule = evaluation_with_gradients.find if nodes else evaluation_accumulates.find
     finding = only(rule(b.context(64 * MIB)))
-    assert finding.title.startswith("Evaluation with gradients: 6 calls" if nodes else "Outputs of 5 calls of Net")
+    assert finding.title.startswith("No torch.no_grad(): 6 calls" if nodes else "Outputs of 5 calls of Net")
     assert "kept by list `outputs`" in finding.title

@@ -426,6 +426,36 @@ def test_one_finding_with_the_container_and_its_line(
     assert f"kept by {holder} (findings/test_leaks.py:{at})" in only.title
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, state: Any) -> Any:
+        out, state = self.lstm(x, state)  # a variable of the same name as the program's
+        return out, state
+
+
+def carried_state(every: int = 100) -> None:
+    model, state = Recurrent().cuda(), None
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, x in enumerate(batches(8)):
+        if number % every == 0 and state is not None:
+            state = tuple(part.detach() for part in state)
+        out, state = model(x, state)  # kept
+        learn(out.mean(), optimizer, retain=True)
+
+
+@pytest.mark.parametrize(("every", "when"), [(100, "before the next step"), (5, "after each step, or after fewer")])
+def test_a_state_that_is_carried_is_to_be_detached(every: int, when: str) -> None:
+    (finding,) = found(lambda: carried_state(every))
+    lines, first = inspect.getsourcelines(carried_state)
+    line = first + next(number for number, line in enumerate(lines) if "# kept" in line)
+    fix = finding.evidence[-1].text
+    assert fix.startswith(f"fix at findings/test_leaks.py:{line}: detach it {when}")
+    assert "state = tuple(part.detach() for part in state), and leave out retain_graph=True" in fix
+
+
 def test_hooks_of_a_model_in_training_mode_keep_less_in_eval_mode() -> None:
     (finding,) = found(inside_of_modules)
     assert finding.title.startswith("Tensors of 6 calls of Sequential")

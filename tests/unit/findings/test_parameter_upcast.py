@@ -33,15 +33,15 @@ def find_in(b: TraceBuilder, usable_mib: int = 60) -> list[Finding]:
     return find(b.context(usable_mib * MIB))
 
 
-@pytest.mark.parametrize(("is_cut", "so_far"), [(True, "so far "), (False, "")])
-def test_the_line_and_its_bytes_are_named(is_cut: bool, so_far: str) -> None:
+@pytest.mark.parametrize(("is_cut", "when"), [(True, " when memory ran out"), (False, "")])
+def test_the_line_and_its_bytes_are_named(is_cut: bool, when: str) -> None:
     b = cast()
     b.trace.ended_out_of_memory = is_cut
     (finding,) = find_in(b)
     assert finding.id == "parameters-upcast" and finding.num_bytes == 40 * MIB
     where = "Parameters in bfloat16 are copied to float32 at lib/other.py:9"
     cure = "the failed allocation succeeds" if is_cut else "the run fits"
-    assert finding.title == f"{where}: {so_far}80.00 MiB instead of 40.00 MiB; without the copies {cure}"
+    assert finding.title == f"{where}: 80.00 MiB instead of 40.00 MiB{when}; without the copies {cure}"
     assert finding.evidence[-1].text.startswith("fix: ") and finding.evidence[-1].source == "train.py:3 main"
 
 

@@ -144,20 +144,20 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "gradients of samples": (
         programs.gradients_of_samples,
         10,
-        ["chunk_size=1024, for 4096", "amp-bfloat16"],
-        {"chunk_size=1024, for 4096": partial(programs.gradients_of_samples, 1024)},
+        ["chunk_size=1024 in torch.func.vmap", "amp-bfloat16"],
+        {"chunk_size=1024 in torch.func.vmap": partial(programs.gradients_of_samples, 1024)},
     ),
     "a Jacobian": (
         programs.jacobian,
         39,
-        ["chunk_size=500, for 2000"],
-        {"chunk_size=500, for 2000": partial(programs.jacobian, 500)},
+        ["chunk_size=500 in torch.func.jacrev"],
+        {"chunk_size=500 in torch.func.jacrev": partial(programs.jacobian, 500)},
     ),
     "a Jacobian of forward mode": (
         programs.forward_jacobian,
         8,
-        ["chunk_size=750, for 1500"],
-        {"chunk_size=750, for 1500": partial(programs.forward_jacobian, 750)},
+        ["chunk_size=750 in torch.func.vmap"],
+        {"chunk_size=750 in torch.func.vmap": partial(programs.forward_jacobian, 750)},
     ),
     "a gradient of torch.func": (
         programs.slope_of_waves,
@@ -166,6 +166,12 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
         {"torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
     ),
     "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
+    "calls of a cell": (
+        programs.recurrence,
+        1,
+        ["truncated backpropagation through", "micro-batch=1024", "amp-bfloat16"],
+        {"truncated backpropagation through": partial(programs.recurrence, 8)},
+    ),
 }
 
 

@@ -523,7 +523,7 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     """Of a call that has ended without memory, what has the shape of a gradient is the result."""
     context = vmapped(ended=ended)
     proposal = only(vmap.propose(context))
-    assert proposal.change == f"chunk_size={rows}, for 100 rows, of torch.func.vmap at train.py:7"
+    assert proposal.change == f"chunk_size={rows} in torch.func.vmap at train.py:7, which takes 100 rows at once"
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
     assert [event.kind for event in proposal.trace.events if event.ref == 3] == [ALLOC, FREE]

@@ -190,7 +190,8 @@ def test_a_call_for_one_row_has_no_chunks(rows: int, num_rows: int, is_told: boo
     b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), rows, "jacfwd", len(b.trace.sources) - 1))
     found = list(vmap.propose(b.context()))
     assert [one.change for one in found] == [
-        f"chunk_size={num_rows}, for {rows} rows, of torch.func.vmap of jvp, since jacfwd has none, at train.py:7"
+        f"chunk_size={num_rows} in torch.func.vmap of jvp (jacfwd has none) at train.py:7, "
+        f"which takes {rows} rows at once"
     ] * is_told
 
 

@@ -56,6 +56,7 @@ FAILURE = Failure(
         ({}, "measured", "mend this line: it was a real device"),
         ({"hint": "do this"}, "measured", "do this"),
         ({"kind": FailureKind.GAP}, "measured", "leave the operation out here"),
+        ({"message": "Trying to backward through the graph a second time (or ...)"}, "measured", "detach what an "),
     ],
 )
 def test_the_fix_is_the_hint_or_that_of_the_kind(change: dict[str, object], source: str, fix: str) -> None:

@@ -40,6 +40,7 @@ MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four fixes are dimensions of its search: each is a field of a plan",
     "estimate/methods.py": "a term of the closed form, with an option of its own",
     "doctor/room.py": "the part of the tensors that a fix frees at most, where no run is known",
+    "cli/mcp_tools.py": "names of options",
     "__init__.py": "an example",
 }
 MAY_NAME_SETTINGS = {

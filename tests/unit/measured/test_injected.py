@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from memprof.device.cublas import CublasWorkspace
+from memprof.allocator.cublas import CublasWorkspace
 from memprof.errors import MemprofError
 from memprof.measured import MeasuredDevice, cuda
 from memprof.trace.events import GPU, EventKind, PhaseKind

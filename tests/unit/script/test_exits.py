@@ -82,3 +82,20 @@ def test_those_of_python_itself_are_left_to_this_process(tmp_path, monkeypatch):
     monkeypatch.setattr(atexit, "register", lambda function, *args: seen.append(function))
     ran(tmp_path, "import importlib, logging\nimportlib.reload(logging)")
     assert [function.__name__ for function in seen] == ["shutdown"]
+
+
+@pytest.mark.parametrize(("daemon", "is_awaited"), [(False, True), (True, False)])
+def test_a_process_that_the_program_leaves_is_waited_for(tmp_path: Path, daemon: bool, is_awaited: bool) -> None:
+    """As Python does, which kills daemons; the virtual GPU then knows what the process was refused."""
+    script = f"""
+        import multiprocessing, pathlib, time
+
+        def work():
+            time.sleep(0.2)
+            pathlib.Path({str(tmp_path / "written")!r}).touch()
+
+        process = multiprocessing.get_context("fork").Process(target=work, daemon={daemon})
+        process.start()
+        """
+    assert ran(tmp_path, script) == (EndReason.EXIT, 0)
+    assert (tmp_path / "written").exists() == is_awaited

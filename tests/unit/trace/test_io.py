@@ -15,6 +15,7 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
     Caller,
+    CheckpointedLine,
     DeviceMismatch,
     EvalCall,
     Event,
@@ -52,6 +53,7 @@ def sample() -> Trace:
         storages=[Storage(513, (3, 171), "int8", "cuda:0", 0, 0, 0, 0, NONE, False)],
         last_uses=[3],
         callers=[Caller(0, 0, "torch.func.vmap")],
+        checkpointed_lines=[CheckpointedLine(0, 0)],
         ops=["aten.empty"],
         modules=[Module("model.layers.0", "Layer", ModuleRole.LAYER, "model.layers")],
         sources=["/home/ä/train.py:3 main"],
@@ -73,6 +75,7 @@ def sample() -> Trace:
         failed_forward=Forward(3, 4, 0, 0, False, 7, ()),
         eval_calls=[EvalCall(3, 0, 0)],
         frozen_in_vain=[FrozenInVain(0, None, (0,))],
+        unused_no_grads=["/home/ä/train.py:2 main"],
         column_broadcasts=[0],
     )
 
@@ -181,6 +184,7 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
         (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
         (damaged(callers=[[1, 0, ""]]), "damaged"),
+        (damaged(checkpointed_lines=[[0, 9]]), "damaged"),
         (damaged(last_uses=[1, 2]), "damaged"),
         (damaged(last_uses=[2]), "damaged"),  # the storage is allocated by the event of that index
         (damaged(last_uses=[5]), "damaged"),  # there are four events

@@ -1,8 +1,11 @@
 """Runs of a script with fixes: what is not a process of its own is told as if it were."""
 
+import dataclasses
+
 import pytest
 
 from memprof.device.catalog import find_gpu
+from memprof.findings import Finding, Severity
 from memprof.fixes.catalog import FIXES
 from memprof.fixes.chosen import parse_fixes
 from memprof.flows.account import analyze
@@ -79,6 +82,22 @@ def test_a_search_tries_no_fix_for_training_in_an_inference(monkeypatch, trains)
     _, document = search_script_fixes(Program("a.py"), RunSpec(gpu="rtx-4090"), lambda doing: None)
     assert bool(tried & {name for name, fix in FIXES.items() if fix.training_only}) == trains and "compile" in tried
     assert ("only infers" in document.ladder_left_out.get("chunked-loss", "")) is not trains
+
+
+@pytest.mark.parametrize(("grown", "tries"), [(20 << 30, False), (1 << 30, True)])
+def test_a_search_tries_no_fix_against_what_grows(monkeypatch, grown, tries):
+    """A run of 30 GiB on a GPU of 24: without what grows by 20 GiB it would fit, without 1 GiB it would not."""
+    tried = []
+
+    def run(self, fixes):
+        tried.extend(fixes)
+        trace, document = _recorded(fixes, batch=30 << 28)  # of 4 bytes
+        growth = Finding("memory-growth", Severity.ERROR, "Memory grows", grown, (), ())
+        return trace, dataclasses.replace(document, findings=(growth,))
+
+    monkeypatch.setattr(ScriptRuns, "_run", run)
+    _, document = search_script_fixes(Program("a.py"), RunSpec(gpu="rtx-4090"), lambda doing: None)
+    assert bool(tried) is tries and ("none was tried" in document.ladder_reason) is not tries
 
 
 def test_a_run_that_fails_says_what_the_script_said() -> None:

@@ -161,6 +161,24 @@ def test_a_carried_tuple():
     assert edit(DETACHED, text, "h[0]") == text.replace("  # <-", "") + detached
 
 
+def test_states_that_are_carried_through_a_window():
+    text = "for w in r:\n    for x in w:\n        y, h, c = f(x, h, c)  # <-\n    y.sum().backward()\n"
+    detached = "    c = c.detach()\n    h = h.detach()\n"
+    assert edit(DETACHED, text, "h, c") == text.replace("  # <-", "") + detached
+
+
+@pytest.mark.parametrize(
+    ("container", "kept"),
+    [
+        ("tuple", "tuple(part.detach().cpu() for part in f(y))"),
+        ("list", "[part.detach().cpu() for part in f(y)]"),
+        ("dict", "{key: part.detach().cpu() for key, part in f(y).items()}"),
+    ],
+)
+def test_a_container(container, kept):
+    assert edit_source("x.append(f(y))\n", Edit(HOST, "a.py:1 f", "x", container)) == f"x.append({kept})\n"
+
+
 def test_a_state_dict():
     text = "x[i] = copy.deepcopy(model.state_dict())  # <-\n"
     kept = "x[i] = {name: value.cpu() for name, value in copy.deepcopy(model.state_dict()).items()}\n"

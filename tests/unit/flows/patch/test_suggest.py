@@ -111,6 +111,15 @@ def test_no_patch(ask, copy, reason):
     assert reason in patch.tried[0]
 
 
+def test_a_value_that_turns_out_to_be_a_tuple(ask):
+    kept = Finding("id", Severity.WARNING, "T", None, (), (), edit=Edit(EditKind.KEEP_ON_HOST, "train.py:1 f", "a"))
+    failed = "the patched program fails: AttributeError: 'tuple' object has no attribute 'detach'"
+    patch, texts = ask(report(kept), failed, report(required=1))
+    assert texts[1].startswith("a = tuple(part.detach().cpu() for part in f())\n") and not patch.tried
+    patch, texts = ask(report(kept), failed, failed.replace("tuple", "int"))
+    assert patch.diff == "" and "'int'" in patch.tried[0] and len(texts) == 2
+
+
 def test_a_step_that_was_cut_does_not_count(ask):
     full = report(delete("a", 1), fits=False, step=4, ended="refused", exit_code=1)
     patch, _ = ask(full, report(steps=3))

@@ -101,8 +101,8 @@ def test_whole_steps_that_cost_the_same_are_one_row() -> None:
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
         b.free(b.new(4 * MIB))
     assert shown(b) == [
-        ("step 1 (total)", 1, 1),
-        ("steps 2-5 (total)", 4, 1),
+        ("all of step 1", 1, 1),
+        ("steps 2-5", 4, 1),
         ("backward", 1, 1),
         ("optimizer step", 1, 1),
     ]
@@ -152,7 +152,7 @@ def test_steps_that_take_turns_are_named_by_their_numbers(rounds: int, numbers: 
         b.free(b.new((8, 16, 32)[step % 3] * MIB))
     b.phase(PhaseKind.FORWARD, 3 * rounds + 1)
     b.free(b.new(100 * MIB))
-    assert shown(b)[:3] == [(f"steps {text} (total)", 1, rounds) for text in numbers]
+    assert shown(b)[:3] == [(f"steps {text}", 1, rounds) for text in numbers]
 
 
 def test_batches_within_epochs() -> None:
@@ -165,7 +165,7 @@ def test_batches_within_epochs() -> None:
         if step % 2 == 0:
             for _ in range(6):
                 call(b, 8 * MIB)
-    assert shown(b) == [("steps 1-4 (total)", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
+    assert shown(b) == [("steps 1-4", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
 
 
 def test_layers_that_take_turns_are_averaged() -> None:
@@ -219,11 +219,23 @@ def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
     assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]
 
 
-@pytest.mark.parametrize(("over", "text"), [(MIB // 100, "10.24 KiB over"), (MIB // 100 + 1, "0.01 over")])
-def test_what_is_less_than_a_hundredth_over_has_a_unit_of_its_own(over: int, text: str) -> None:
-    """Not "0.00 over"."""
+@pytest.mark.parametrize(("over", "text"), [(0, "fits"), (1, "does not fit")])
+def test_a_stage_fits_up_to_the_last_byte(over: int, text: str) -> None:
     b = TraceBuilder()
     call(b, 20 * MIB)
     row = fold_stages(document(b))[-1]
     _, fit = format_stage(row, row.peak_allocated_bytes - over, Unit("MiB", MIB), is_peak=False)
     assert fit.plain == text
+
+
+@pytest.mark.parametrize(("kept", "name"), [(0, "steps 1-2"), (5, "steps 1-2"), (6, "steps 1-2, +0.01 a step")])
+def test_steps_say_by_how_much_memory_grows(kept: int, name: str) -> None:
+    """From half a hundredth of the unit on: 5 KiB are 0.0049 MiB, 6 KiB are 0.0059."""
+    b = TraceBuilder()
+    b.parameter("weight", 64 * MIB)
+    for step in (1, 2, 3):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(kept * 1024 // 4)
+        b.free(b.new(MIB))
+    row = next(row for row in fold_stages(document(b)) if row.is_step)
+    assert format_stage(row, None, Unit("MiB", MIB), is_peak=False)[0].plain == name

@@ -16,9 +16,9 @@ from tests.unit.traces import TraceBuilder
     ("ended", "steps", "words"),
     [
         ("error", 0, "a.py: failed by itself before any training step"),
-        ("error", 1, "a.py: failed by itself after 1 training step had begun"),
+        ("error", 1, "a.py: failed by itself after training step 1 began"),
         ("refused", 0, "a.py: ended where the GPU was full, before any training step"),
-        ("timeout", 12, "a.py: stopped by --timeout after 12 training steps had begun"),
+        ("timeout", 12, "a.py: stopped by --timeout after training step 12 began"),
         ("exit", 0, "a.py: ran to its end, no training steps"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from memprof.flows.account import analyze
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
-from memprof.report.terminal.stage_names import describe_name
+from memprof.report.terminal.stage_names import describe_moment, describe_name, describe_step
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
@@ -42,3 +42,16 @@ def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, note: st
     text = " ".join(to_text(render(analyze(b.trace))).split())
     assert f"At the peak, 48.00 MiB {note} backward{suffix}" in text
     assert f"runs out of memory in backward{suffix}, when" in text
+
+
+def test_what_comes_after_the_last_step_is_none() -> None:
+    """An evaluation at the end of a script is recorded as if it began one more step."""
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 99 * MIB), program=ProgramFacts(("a.py",), "exit", None, 2, ()))
+    for step in (1, 2, 3):
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(b.new(step * MIB))
+    document = analyze(b.trace)
+    assert [describe_step(document, step) for step in (0, 1, 2, 3)] == ["", "step 1", "step 2", "after step 2"]
+    assert describe_moment(document, "loss", 2) == "loss of step 2"
+    assert describe_moment(document, "loss", 3) == "loss after step 2"

@@ -78,11 +78,14 @@ def test_what_the_gpu_must_have_includes_the_context() -> None:
 @pytest.mark.parametrize(
     ("growth", "text"),
     [
-        (Growth(8 * MIB, 8 * MIB, 5, 5, None), "Memory grows by 8.00 MiB a step; the script ends after step 5."),
+        (
+            Growth(8 * MIB, 8 * MIB, 5, 5, None),
+            "Memory grows by 8.00 MiB a step; the script ended with step 5, before the GPU was full.",
+        ),
         (Growth(8 * MIB, 16 * MIB, 5, None, None), "Memory grows by 8.00 MiB a step (its peak by 16.00 MiB)."),
         (
             Growth(8 * MIB, 8 * MIB, 5, 90, 1500),
-            "Memory grows by 8.00 MiB a step, and fits until about step 1,500; the script ends after about step 90.",
+            "Memory grows by 8.00 MiB a step, and fits until about step 1,500; the script makes about 90 steps.",
         ),
     ],
 )

@@ -171,3 +171,12 @@ def test_a_program_that_is_imported_again_finds_its_stubs(
         assert not queue.empty()
         assert queue.get() == "0.0.32.post2 flash_attn.flash_attn_interface"
     del sys.modules["imported_again"]
+
+
+@pytest.mark.parametrize("use", ["set_device(0)", "device(0).__enter__()", "synchronize()"])
+def test_a_child_that_uses_the_gpu_is_refused_at_its_first_call(use: str) -> None:
+    code = f"import torch; assert torch.cuda.is_available(); torch.cuda.{use}"
+    with VirtualGpu(GPU) as gpu:
+        child = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    assert "<string>:1 <module> uses CUDA in another process" in child.stderr
+    assert gpu.trace.failure is not None and gpu.trace.failure.message in child.stderr

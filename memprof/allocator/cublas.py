@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from memprof.allocator.releases import Change
 from memprof.units import KIB, MIB
 
 WORKSPACE = "cublas workspace"  # names in a trace
@@ -20,25 +21,31 @@ PRODUCTS = (
 class CublasWorkspace:
     """Workspace of torch's cuBLAS handles, in bytes (aten/src/ATen/cuda/CublasHandlePool.cpp).
 
-    Until torch 2.14 a handle keeps its workspace until the end of the process, one per thread and stream: the autograd
-    thread's first matrix product allocates a second workspace. From 2.15 on each call allocates and frees the
-    workspace.
+    A handle that keeps its workspace has one per thread and stream: the autograd thread's first matrix product
+    allocates a second workspace.
     """
 
     num_bytes: int
     lt_num_bytes: int  # the separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one
     is_permanent: bool  # whether a handle keeps its workspace until the end of the process
+    is_lt_permanent: bool  # the same of cuBLASLt's; without, a product takes and releases it
 
     @classmethod
     def for_gpu(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
         """Return the workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
-        is_large = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
+        major = compute_capability[0]
+        is_large = major == 9 or (major in (10, 12) and Change.BLACKWELL_WORKSPACE.is_in(torch_version))
         num_bytes = 4096 * 8 * KIB if is_large else (4096 * 2 + 16 * 8) * KIB
         pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
             num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
-        is_permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, is_permanent)
+        is_kept = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return cls(
+            num_bytes,
+            lt_num_bytes=0 if Change.LT_WORKSPACE_SHARED.is_in(torch_version) else MIB,
+            is_permanent=is_kept or not Change.WORKSPACE_PER_CALL.is_in(torch_version),
+            is_lt_permanent=Change.LT_WORKSPACE_KEPT.is_in(torch_version),
+        )
 
     def find_name(self, op: str, num_bytes: int) -> str | None:
         """Return the workspace's name if an allocation of `num_bytes` by `op` is a workspace; else None."""

@@ -1,0 +1,65 @@
+"""Rule `loaded-ahead`: before anything is trained, tensors of one line fill the GPU, such as a whole data set."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from memprof.findings.edits import EditKind, make_holder_edit
+from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.evidence import file_and_line, percent, tensors_evidence
+from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.growth import Key, format_holders, holder_evidence, holder_fix_evidence, make_key
+from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE, Holder, Role
+from memprof.units import format_bytes
+
+MIN_TENSORS = 8  # of one line: fewer may be parts of one sample
+MIN_SHARE = 0.5  # of the peak
+
+
+@rule(57)
+def find(context: Context) -> list[Finding]:
+    """Return at most one finding, of a run that memory ended before a model or an optimizer computed; `num_bytes` is
+    what the tensors of the line take."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    if not trace.ended_out_of_memory or any(phase.kind.computes for phase in trace.phases):
+        return []
+    groups: dict[Key, list[int]] = defaultdict(list)
+    for index in lifetimes.at_peak:
+        is_data = index not in trace.owners or trace.owners[index].role is Role.INPUT
+        if is_data and trace.storages[index].module == NONE and not trace.storages[index].hidden:
+            groups[make_key(trace, index)].append(index)
+    members = max(groups.values(), key=lifetimes.sum_bytes, default=[])
+    num_bytes = lifetimes.sum_bytes(members)
+    if len(members) < MIN_TENSORS or num_bytes < MIN_SHARE * context.ledger.peak_bytes:
+        return []
+    members.sort()
+    holder = _find_holder(context, members)
+    needs = compute_needs_of(context, resize(trace, dict.fromkeys(members, 0)))
+    decides = is_decisive(context, needs)
+    line = file_and_line(trace.source_line(trace.storages[members[0]]))
+    title = (
+        f"{len(members)} tensors of {line} are on the GPU before anything is trained: {format_bytes(num_bytes)} "
+        f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
+        f"{f'; in host memory, {describe_cure(context)}' * decides}"
+    )
+    fix = "keep data in host memory (.cpu()), and move each batch to the GPU in its step, one or two ahead at most"
+    fixing = holder_fix_evidence(holder, fix)
+    if fixing.source is None:
+        source = trace.source_line(trace.storages[members[0]])
+        fixing = replace(fixing, text=f"fix at {line}: {fix}", source=source)
+    evidence = (
+        fixing,
+        holder_evidence(holder),
+        effect_evidence(context, needs, "in host memory"),
+        *tensors_evidence(context, members, context.ledger.peak_event, lambda index: "loaded")[:3],
+    )
+    edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST)
+    return [Finding("loaded-ahead", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
+
+
+def _find_holder(context: Context, members: list[int]) -> Holder | None:
+    """Return the container that was seen to keep most of `members`."""
+    holders = [one for one in context.ledger.trace.holders if 2 * len(set(members) & set(one.storages)) > len(members)]
+    return max(holders, key=lambda one: len(one.storages), default=None)

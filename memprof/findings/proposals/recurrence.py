@@ -1,0 +1,64 @@
+"""Proposes truncated backpropagation through time, where one backward waits for many calls of a recurrent cell."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from memprof.findings.evidence import file_and_line
+from memprof.findings.finding import Context
+from memprof.findings.suggestions import Proposal, proposes
+from memprof.ledger.what_if import free_earlier
+from memprof.trace.events import EventKind, Forward, Trace
+
+MIN_CALLS = 64  # of a cell in one call of the model; fewer are layers that share weights, rather than a sequence
+
+NUM_WINDOWS = 8  # into which the calls are divided: torch's word language model has 35 calls in one
+
+_CELL = "Cell"  # how the classes of torch.nn end (LSTMCell, GRUCell, RNNCell), and those of programs
+
+
+@proposes(58)
+def propose(context: Context) -> Iterator[Proposal]:
+    """Yield the change for the cell that is called most often: what a window keeps is freed when the next begins."""
+    trace, deaths = context.ledger.trace, context.lifetimes.deaths
+    frees: dict[int, int] = {}
+    longest: tuple[int, int] = (0, 0)  # calls of a cell, and its index in Trace.modules
+    for forward in trace.list_calls():
+        begins = _find_longest_loop(trace, forward)
+        if len(begins) < MIN_CALLS or not forward.nodes:
+            continue
+        longest = max(longest, (len(begins), trace.events[begins[0]].ref))
+        size = -(-len(begins) // NUM_WINDOWS)
+        for begin, end in zip(begins[::size], [*begins[::size][1:], forward.end], strict=True):
+            made = (ref for kind, ref in trace.events[begin:end] if kind is EventKind.ALLOC)
+            frees |= {
+                index: end
+                for index in made
+                if deaths[index] > end and index not in trace.owners and index not in forward.outputs
+            }
+    if frees:
+        num_calls, module = longest
+        size = -(-num_calls // NUM_WINDOWS)
+        yield Proposal(
+            free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}),
+            f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of "
+            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {_format_line(trace, module)} (gradients "
+            "end there)",
+        )
+
+
+def _find_longest_loop(trace: Trace, forward: Forward) -> list[int]:
+    """Return the events at which the cell that `forward` calls most often is called."""
+    begins: dict[int, list[int]] = defaultdict(list)
+    for time in range(forward.begin, min(forward.end, len(trace.events))):
+        kind, ref = trace.events[time]
+        if kind is EventKind.ENTER and trace.modules[ref].class_name.endswith(_CELL):
+            begins[ref].append(time)
+    return max(begins.values(), key=len, default=[])
+
+
+def _format_line(trace: Trace, module: int) -> str:
+    """Return the line that calls a cell, or within it: of its first tensor."""
+    made = (storage for storage in trace.storages if storage.module == module)
+    return file_and_line(next((trace.source_line(storage) for storage in made), None))

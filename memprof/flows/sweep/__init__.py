@@ -1,0 +1,1 @@
+"""`memprof sweep`: a grid of configurations, answered with as few runs as are needed, by any executor."""

@@ -1,0 +1,61 @@
+"""A data set that fills the GPU before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.findings import Context, find_all
+from memprof.findings.loaded_ahead import find
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.full_gpu import run_out_of_memory
+from tests.unit.traces import TraceBuilder
+
+pytestmark = pytest.mark.usefixtures("small_heap")
+
+
+def test_the_list_that_keeps_them_is_named() -> None:
+    def program() -> None:
+        features = []
+        for _ in range(100):
+            features.append(torch.randn(2048, 2048, device="cuda").exp())  # noqa: PERF401
+        nn.Linear(2048, 2048).cuda()(features[0])
+
+    first, *_ = find_all(run_out_of_memory(program, 400 * MIB))
+    assert first.id == "loaded-ahead" and first.is_decisive and "kept by list `features`" in first.title
+    assert first.edit is not None and ".cpu()" in first.evidence[0].text
+
+
+def fill(
+    num_tensors: int, *, other_mib: int = 0, owner: tuple[Role, str] | None = None, computes: bool = False
+) -> Context:
+    b = TraceBuilder()
+    if computes:
+        b.phase(PhaseKind.FORWARD)
+        b.phase(PhaseKind.OTHER)
+    if other_mib:
+        b.alloc(other_mib // 2 * MIB, line="train.py:2 main")
+        b.alloc((other_mib - other_mib // 2) * MIB, line="train.py:3 main")
+    for _ in range(num_tensors):
+        b.alloc(MIB, line="train.py:8 main", owner=owner)
+    b.alloc(MIB, line="train.py:9 main")
+    b.trace.ended_out_of_memory = True
+    return b.context()
+
+
+@pytest.mark.parametrize(
+    ("context", "is_found"),
+    [
+        (fill(8), True),
+        (fill(7), False),
+        (fill(8, other_mib=7), True),
+        (fill(8, other_mib=8), False),
+        (fill(49, other_mib=49), False),
+        (fill(8, owner=(Role.PARAMETER, "weight")), False),
+        (fill(8, computes=True), False),
+    ],
+)
+def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, is_found: bool) -> None:
+    assert bool(find(context)) is is_found

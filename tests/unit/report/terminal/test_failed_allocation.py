@@ -1,0 +1,43 @@
+"""The line on a failed allocation says whether what torch's message advises helps."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.flows.account import analyze
+from memprof.report.terminal.brief import render
+from memprof.report.terminal.console import to_text
+from memprof.trace.events import PhaseKind
+from memprof.trace.facts import AllocatorFacts, DeviceFacts, Facts, ProgramFacts
+from tests.unit.traces import TraceBuilder
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("frees", "config", "text"),
+    [
+        (True, None, "expandable_segments:True, as torch advises, lets it succeed; a later one may fail."),
+        (False, None, "expandable_segments:True, as torch advises, does not help."),
+        (False, "expandable_segments:True", ""),
+    ],
+)
+def test_torch_advises_expandable_segments(frees: bool, config: str | None, text: str) -> None:
+    """Two segments of 20 MiB with two tensors of 9 each, on a GPU of 50: one of 15 fails, though 18 lie side by side in
+    one segment that expands."""
+    b = TraceBuilder()
+    b.trace.facts = Facts(
+        device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB),
+        program=ProgramFacts(("a.py",), "refused", None, 1, ()),
+        allocator=AllocatorFacts(alloc_conf=config),
+    )
+    b.trace.ended_out_of_memory = True
+    b.phase(PhaseKind.BACKWARD)
+    quarter_mib = MIB // 4
+    tensors = [b.new(9 * quarter_mib) for _ in range(4)]
+    if frees:
+        b.free(tensors[1], tensors[2])
+    b.new(15 * quarter_mib)
+    screen = " ".join(to_text(render(analyze(b.trace))).split())
+    assert "The failed allocation is" in screen
+    assert text in screen if text else "as torch advises" not in screen
