@@ -99,6 +99,20 @@ class OomReport:
         )
 
 
+class MpsOutOfMemoryError(RuntimeError):
+    """The plain RuntimeError that torch raises on MPS: a TORCH_CHECK of aten/src/ATen/mps/MPSAllocator.mm, where the
+    allocators of CUDA and XPU raise torch.OutOfMemoryError. A class of its own: plain ones have no weak references."""
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[object, ...]]:
+        """Return what another process makes of the error: torch's class."""
+        return RuntimeError, self.args
+
+
+# As programs print it.
+MpsOutOfMemoryError.__name__ = MpsOutOfMemoryError.__qualname__ = RuntimeError.__name__
+MpsOutOfMemoryError.__module__ = RuntimeError.__module__
+
+
 class OutOfMemory(MemprofError):
     """An allocation failed, as torch.cuda.OutOfMemoryError."""
 

@@ -283,5 +283,8 @@ def format_traceback(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if "torch" not in sys.modules:
+        return False
+    from memprof.watch.failure import OUT_OF_MEMORY_ERRORS
+
+    return isinstance(error, OUT_OF_MEMORY_ERRORS)

@@ -21,6 +21,7 @@ from memprof.virtual.flops import Meter
 from memprof.virtual.gpus import AutogradNodes, Gpus
 from memprof.virtual.operator_call import MIN_COUNTED_BYTES, OperatorCall, OpInfo
 from memprof.virtual.values import Values
+from memprof.watch.failure import OUT_OF_MEMORY_ERRORS
 from memprof.watch.forward import CallSite
 from memprof.watch.recorder import Recorder
 from memprof.watch.trace_writer import TraceWriter
@@ -186,7 +187,7 @@ class DeviceState(TorchDispatchMode):
         if self.workspaces:
             trace = self.recorder.trace
             trace.workspaces.append(Workspace(len(trace.events), device, num_bytes, max_bytes))
-            with contextlib.suppress(torch.OutOfMemoryError):  # torch then takes the library's next algorithm
+            with contextlib.suppress(*OUT_OF_MEMORY_ERRORS):  # torch then takes the library's next algorithm
                 self.allocate_transients((num_bytes,), op, site, device)
 
     @contextlib.contextmanager

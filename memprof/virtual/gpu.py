@@ -168,7 +168,7 @@ class VirtualGpu(Watch):
             self._set_registered_roles()
         return message
 
-    def _record_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
+    def _record_out_of_memory(self, error: RuntimeError) -> None:
         self._kept_memory.record_out_of_memory(error, has_phases=self.phases.is_recognizing)
 
     def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:

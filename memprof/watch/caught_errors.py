@@ -28,7 +28,7 @@ _PHASES_OF_GRAPHS = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 
 
 class _RaisedError(NamedTuple):
-    error: weakref.ref[torch.OutOfMemoryError]
+    error: weakref.ref[RuntimeError]
     event: int  # number of events when it was raised
     num_storages: int
     phase: int  # index in Trace.phases of the first phase of the attempt: that of its step's forward
@@ -42,7 +42,7 @@ class CaughtErrorWatch:
         self._search = search
         self._errors: list[_RaisedError] = []
 
-    def record_error(self, error: torch.OutOfMemoryError) -> None:
+    def record_error(self, error: RuntimeError) -> None:
         """Record that `error` is about to be raised, and search for what the earlier ones keep now."""
         self.find_holders()
         trace = self._recorder.trace
@@ -66,7 +66,7 @@ class CaughtErrorWatch:
                 else:
                     self._errors.append(raised)  # it may still be passing through the program's frames
 
-    def _find_kept(self, raised: _RaisedError, error: torch.OutOfMemoryError) -> tuple[int, ...]:
+    def _find_kept(self, raised: _RaisedError, error: RuntimeError) -> tuple[int, ...]:
         """Return the live storages, unused since the error, that the frames of its traceback have, or their graphs."""
         trace, table = self._recorder.trace, self._recorder.storages
         running = find_running_frame_ids()
@@ -108,7 +108,7 @@ class CaughtErrorWatch:
         phase = trace.storages[index].phase
         return phase >= raised.phase and trace.phases[phase].kind in _PHASES_OF_GRAPHS
 
-    def _make_holder(self, error: torch.OutOfMemoryError, storages: tuple[int, ...]) -> Holder:
+    def _make_holder(self, error: RuntimeError, storages: tuple[int, ...]) -> Holder:
         """Return the `except` block in which the program goes on, else the variable that has `error`, else nothing."""
         source, kind, name = None, type(error).__name__, ""
         if _is_being_handled(error):

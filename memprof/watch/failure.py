@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memprof.allocator.messages import MpsOutOfMemoryError
 from memprof.errors import MemprofError, error_text, first_line
 from memprof.trace.events import GPU_TYPES, NONE, EventKind, Failure, FailureKind, Phase, PhaseKind, Trace, is_gpu
 from memprof.watch.modules import MODULE_CALL_CODE
@@ -51,6 +52,8 @@ _NO_META_KERNEL_PATTERNS = (
     re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
     re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
 )
+# Errors by which torch says that a GPU's memory ran out.
+OUT_OF_MEMORY_ERRORS = (torch.OutOfMemoryError, MpsOutOfMemoryError)
 # torch's messages for a missing GPU, by device type; only the thread that entered the virtual GPU, and its backward
 # threads, have one, and of one type.
 _NO_GPU_PATTERNS = {
@@ -231,10 +234,10 @@ def _find_absent_type(text: str) -> str | None:
 
 
 def is_caused_by_oom(error: BaseException | None) -> bool:
-    """Return whether `error`, or an error in its chain of causes and contexts, is torch.OutOfMemoryError."""
+    """Return whether `error`, or an error in its chain of causes and contexts, says that the GPU's memory ran out."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, OUT_OF_MEMORY_ERRORS):
             return True
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

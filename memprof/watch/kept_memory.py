@@ -3,7 +3,6 @@ gradients that no optimizer has, and settings of models that decide what autogra
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from memprof.trace.events import PhaseKind
@@ -41,7 +40,7 @@ class KeptMemoryWatch:
         if kind.computes:  # other phases begin while an error passes, too
             self.caught_errors.find_holders()
 
-    def record_out_of_memory(self, error: torch.OutOfMemoryError, *, has_phases: bool) -> None:
+    def record_out_of_memory(self, error: RuntimeError, *, has_phases: bool) -> None:
         """Record that `error` is about to be raised; `has_phases`: whether the program's phases are recognized."""
         self.caught_errors.record_error(error)
         if has_phases:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.allocator.messages import MpsOutOfMemoryError
 from memprof.torch_private import tensors
 from memprof.trace.events import HOST, NONE, is_gpu
 from memprof.watch.forward import CallSite
@@ -47,10 +48,10 @@ class StorageTable:
         self.live_bytes = 0
         self.peak_bytes = 0
         self.records_tensorless_memory = True  # Whether memory without a tensor is recorded.
-        # Called with the GPU after each allocation; returns the message of torch.OutOfMemoryError, or None if it fits.
+        # Called with the GPU after each allocation; returns the message of the error to raise, or None if it fits.
         self.find_oom_message: Callable[[str], str | None] | None = None
         # Called with each error before it is raised.
-        self.on_out_of_memory: Callable[[torch.OutOfMemoryError], None] = lambda error: None
+        self.on_out_of_memory: Callable[[RuntimeError], None] = lambda error: None
         # Called with the index of each new storage with a tensor.
         self.on_allocate: Callable[[int], None] | None = None
         # Called with the index of each new storage on a GPU that is large, or does not fit.
@@ -139,7 +140,7 @@ class StorageTable:
         """Record the allocation of `storage`, and its free once the last reference is gone; return its index.
 
         `shape` and `dtype` are those of the storage's first tensor; `device` is the device that the program sees.
-        Raises torch.OutOfMemoryError if the storage does not fit the GPU.
+        Raises torch's error (OUT_OF_MEMORY_ERRORS in failure.py) if the storage does not fit the GPU.
         """
         index = self._append_allocation(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:
@@ -183,12 +184,12 @@ class StorageTable:
                 if message is not None:
                     self._writer.trace.refused.append(index)
                     self._append_free(index)
-                    raise self._make_out_of_memory_error(message)
+                    raise self._make_out_of_memory_error(message, device)
             return index
 
-    def _make_out_of_memory_error(self, message: str) -> torch.OutOfMemoryError:
+    def _make_out_of_memory_error(self, message: str, device: str) -> RuntimeError:
         """Return the error to raise. No frame of its traceback may have it in a variable, which would keep it alive."""
-        error = torch.OutOfMemoryError(message)
+        error = (MpsOutOfMemoryError if device.startswith("mps") else torch.OutOfMemoryError)(message)
         self.on_out_of_memory(error)
         return error
 

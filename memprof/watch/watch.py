@@ -22,6 +22,7 @@ from memprof.patching import PatchSet
 from memprof.torch_private import autograd, tensors
 from memprof.trace.events import MovedModel, Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch import zero
+from memprof.watch.failure import OUT_OF_MEMORY_ERRORS
 from memprof.watch.first_steps import list_first_steps
 from memprof.watch.graph import collect_nodes
 from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
@@ -198,7 +199,7 @@ class Watch(ABC):
             is_inside = True
             try:
                 return original(module, *args, **kwargs)
-            except torch.OutOfMemoryError as error:
+            except OUT_OF_MEMORY_ERRORS as error:
                 vars(error)[_MOVED_MODEL_ATTRIBUTE] = _describe_moved_model(module)
                 raise
             finally:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from memprof.allocator.messages import MpsOutOfMemoryError
 from memprof.errors import MemprofError, UsageError, error_text, first_line, nearest
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
@@ -282,7 +283,7 @@ def _make_transformers_source(
             if stored is not None:
                 return load_quantized(model_class, configuration, arguments, stored, spec)
             model = model_class._from_config(configuration, **arguments)
-        except (torch.OutOfMemoryError, MemprofError):
+        except (torch.OutOfMemoryError, MpsOutOfMemoryError, MemprofError):
             raise
         except Exception as error:  # of any class: each model makes of its entries what it likes
             raise UsageError(

@@ -1,6 +1,8 @@
 """Programs that name "mps" or "xpu", on the virtual GPU of such a machine; their bytes are worked out by hand."""
 
 import dataclasses
+import pickle
+import traceback
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from memprof.allocator import AllocatorConfig
 from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.gpus import make_device_facts
+from memprof.flows.gpus import RunAllocator, make_device_facts, resolve_settings
 from memprof.snapshots.from_trace import convert_to_snapshot
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
@@ -158,6 +160,37 @@ def test_xpu_is_the_caching_allocator_with_words_of_its_own():
     )
     assert message.endswith("Please use `empty_cache` to release all unoccupied cached memory.")
     del kept, more
+
+
+def enter_strict(machine):
+    """Return a virtual GPU that raises as the device does, as in `memprof run`."""
+    gpu = find_gpu(machine)
+    settings = resolve_settings(None, device_type=gpu.device_type)
+    return VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind", "words"),
+    [
+        ("m1-8gb", RuntimeError, "RuntimeError: MPS backend out of memory (MPS allocated: 0 bytes, other"),
+        ("arc-b580", torch.OutOfMemoryError, "torch.OutOfMemoryError: XPU out of memory."),
+        ("mi300x", torch.OutOfMemoryError, "torch.OutOfMemoryError: HIP out of memory."),
+    ],
+)
+def test_memory_that_runs_out_raises_what_torch_raises(machine, kind, words):
+    """On MPS a plain RuntimeError, which programs that catch torch.OutOfMemoryError do not catch."""
+    with enter_strict(machine) as gpu, pytest.raises(RuntimeError) as caught:
+        torch.zeros(100 * GIB, device=torch.accelerator.current_accelerator())
+    assert isinstance(caught.value, torch.OutOfMemoryError) is (kind is torch.OutOfMemoryError)
+    assert traceback.format_exception_only(caught.value)[0].startswith(words)
+    assert type(pickle.loads(pickle.dumps(caught.value))) is kind  # as another process has it
+    assert len(gpu.trace.refused) == 1 and not gpu.trace.ended_out_of_memory  # the program went on
+
+
+def test_a_run_that_ends_out_of_memory_on_mps_is_a_verdict():
+    with pytest.raises(RuntimeError, match="MPS backend out of memory"), enter_strict("m1-8gb") as gpu:
+        torch.zeros(5 * GIB // 2, device="mps")
+    assert gpu.trace.ended_out_of_memory and gpu.trace.failure is None
 
 
 def test_rocm_says_hip():
