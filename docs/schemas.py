@@ -27,7 +27,7 @@ from memprof.report.documents import command_results, estimate, verification
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.recommendation import Recommendation
-from memprof.report.documents.report import _RANK_OPTIONAL, Report
+from memprof.report.documents.report import _RANK_OPTIONAL, Report, Verdict
 from memprof.report.documents.sweep import Sweep
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
@@ -72,6 +72,7 @@ _OPTIONAL: dict[type, tuple[str, ...]] = {
     Bridge: ("nccl_group_bytes",),
     RankFacts: _RANK_OPTIONAL,
     DeviceFacts: ("backend", "unified_bytes"),
+    Verdict: ("paged_bytes",),
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
 }
 """Fields that are left out where there is nothing to say."""
@@ -83,6 +84,7 @@ _BESIDE: dict[type, dict[str, Any]] = {
         "schema": int, "memprof_version": str, "command": str, "source": str, "passed": bool,
         "skipped": list[dict[str, str]],
     },
+    Verdict: {"paged_bytes": int},
     Target: {**{name: kind for _, name, kind in json_fields(TargetSpec)}, "asked": dict[str, Any]},
 }  # fmt: skip
 """What a class adds to its fields as it is written."""

@@ -86,7 +86,7 @@ def _describe_problem(gpu_limit: _GpuLimit) -> str | None:
         document = gpu_limit.gpu.report(limit_bytes=gpu_limit.limit_bytes)
     except EmptyTraceError as error:
         return f"memprof: the test has the marker, and used no memory of the GPU: {error.hint}"
-    return None if document.verdict.fits else f"memprof: {format_summary(document)}"
+    return None if document.fits_in_memory else f"memprof: {format_summary(document)}"
 
 
 def _parse_marker(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _GpuLimit:

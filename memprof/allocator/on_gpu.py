@@ -87,8 +87,8 @@ class GpuReplay:
 
     @property
     def has_expandable_segments(self) -> bool:
-        """Return whether the allocator has the setting `expandable_segments`; that of MPS has not."""
-        return self.release.has_expandable_segments and not self.trace.device.startswith("mps")
+        """Return whether expandable segments can be advised: CUDA's allocator has the setting."""
+        return self.release.has_expandable_segments and (self.gpu is None or self.gpu.backend == "cuda")
 
     @property
     def least_reserved_bytes(self) -> int:

@@ -7,7 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence, cache_per_context
-from memprof.fixes.catalog import FIXES, Fix, find_conflict, find_fixes_for, find_useless_reason, list_active_fixes
+from memprof.fixes.catalog import (
+    FIXES,
+    Fix,
+    find_conflict,
+    find_device_reason,
+    find_fixes_for,
+    find_useless_reason,
+    list_active_fixes,
+)
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import drop_model_widths, find_vocabulary_size
@@ -78,6 +86,8 @@ def is_applicable(context: Context, fix: Fix) -> bool:
     if trace.updates_parameters_manually and "optimizer" in fix.options:  # no torch optimizer to replace
         return False
     if fix.for_models and (spec is None or spec.npt is None):
+        return False
+    if find_device_reason(fix, trace.facts.device) is not None:
         return False
     return spec is None or find_useless_reason(fix, spec) is None
 

@@ -59,7 +59,7 @@ def find(context: Context) -> list[Finding]:
         if free_bytes < MIN_BYTES or free_bytes < MIN_SHARE * reserved:
             return []
     expandable = None
-    if not run.config.expandable_segments and run.release.has_expandable_segments:
+    if not run.config.expandable_segments and run.has_expandable_segments:
         expandable = run.compute_needs(dataclasses.replace(run.config, expandable_segments=True))
     is_little = oom is not None and oom.reserved_bytes - oom.in_use_bytes < MIN_SHARE * oom.reserved_bytes
     # A run that ends there would fail soon after, of whatever takes nearly all memory. The need of one that the replay

@@ -13,7 +13,7 @@ from memprof.flows.gpus import find_spec_gpu
 from memprof.flows.ladder.scripts import run_script_process
 from memprof.flows.profile import profile
 from memprof.flows.recommend.bisection import clamp_to_verdict, find_limit
-from memprof.report.documents.limit import LargestSearch, LargestSearchRun
+from memprof.report.documents.limit import PAGING, LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
 from memprof.script import Program
@@ -108,8 +108,9 @@ def _search_largest(
             runs[number] = LargestSearchRun(number, None, False, why, command(number, fits=False))
             return available_bytes + 1
         verdict = document.verdict
-        fits = bool(verdict.fits)
+        fits = bool(document.fits_in_memory)
         oom_stage = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
+        oom_stage = PAGING if document.paged_bytes and verdict.fits else oom_stage
         runs[number] = LargestSearchRun(number, verdict.required_bytes, fits, oom_stage, command(number, fits=fits))
         previous = best_run_by_verdict.get(fits)
         if previous is None or (number > previous[0]) == fits:  # the largest that fits, the least that does not

@@ -100,6 +100,8 @@ def capture_run(
 ) -> tuple[Trace, ScriptOutcome]:
     """Run one process of `program`; return its trace and outcome. `start` is the process that a launcher would start
     (None: the program itself); `channel` connects to the other ranks, if several run together."""
+    from memprof.fixes.catalog import check_device
+    from memprof.fixes.chosen import parse_fixes
     from memprof.fixes.script_fixes import ScriptFixes
     from memprof.measured import MeasuredDevice
     from memprof.measured.cuda import NvmlUse
@@ -110,6 +112,8 @@ def capture_run(
     gpu, is_virtual = find_spec_gpu(spec), spec.device == "virtual"
     device: VirtualGpu | MeasuredDevice
     settings = _LateSettings(spec)
+    if is_virtual and spec.fixes:
+        check_device([chosen.fix for chosen in parse_fixes(",".join(spec.fixes))], gpu)
     script_fixes = ScriptFixes(spec.fixes)
     settings.add_fix_settings(script_fixes.alloc_conf)
     if is_virtual:

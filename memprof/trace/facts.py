@@ -133,6 +133,24 @@ class DeviceFacts(JsonValue):
         """Return whether a process has a context of CUDA or ROCm on the device."""
         return self.backend in ("cuda", "hip")
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Return the bytes that the allocator can reserve without paging; None: unknown."""
+        total, usable = self.total_bytes, self.usable_bytes
+        if self.unified_bytes is None or total is None or usable is None:
+            return usable
+        return min(usable, total - self.context_bytes)
+
+    def would_page(self, needed_bytes: int) -> bool:
+        """Return whether a run that does not stay in memory pages, and no allocation fails: it needs no more than the
+        allocator may reserve of the memory that GPU and host share."""
+        usable_bytes = self.usable_bytes
+        return (
+            self.unified_bytes is not None
+            and usable_bytes is not None
+            and needed_bytes <= usable_bytes + self.context_bytes
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the facts as plain JSON values; without those that a GPU of CUDA with its own memory has not."""
         values = super(DeviceFacts, self).to_json()

@@ -8,7 +8,9 @@ documentation) use this package.
 from memprof.fixes.catalog.choice import (
     EXPANDABLE_SEGMENTS,
     check_conflicts,
+    check_device,
     find_conflict,
+    find_device_reason,
     find_fixes,
     find_fixes_for,
     find_useless_reason,
@@ -26,7 +28,7 @@ from memprof.fixes.catalog.table import FIXES
 
 __all__ = [
     "ALL_FIXES", "BASE_PLAN", "EXPANDABLE_SEGMENTS", "FIXES", "PARALLEL_FIXES", "VALUE", "Fix", "Numerics",
-    "Tier", "check_conflicts", "check_installed", "check_package", "find_conflict", "find_fixes", "find_fixes_for",
-    "find_useless_reason", "group_options", "list_active_fixes", "list_headroom_fixes", "list_ladder", "list_tiers",
-    "script_fix_names",
+    "Tier", "check_conflicts", "check_device", "check_installed", "check_package", "find_conflict",
+    "find_device_reason", "find_fixes", "find_fixes_for", "find_useless_reason", "group_options", "list_active_fixes",
+    "list_headroom_fixes", "list_ladder", "list_tiers", "script_fix_names",
 ]  # fmt: skip

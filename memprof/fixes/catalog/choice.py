@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from memprof.device.catalog import Gpu
 from memprof.errors import UsageError, unknown_name
 from memprof.fixes.catalog.fix import Fix, Tier
+from memprof.fixes.catalog.packages import find_missing_backend
 from memprof.fixes.catalog.spreads import ALL_FIXES, PARALLEL_FIXES
 from memprof.fixes.catalog.table import FIXES
 from memprof.spec import Mode, TargetSpec
+from memprof.trace.facts import DeviceFacts
 
 
 def list_ladder(gpus: int = 1) -> list[str]:
@@ -64,6 +67,27 @@ def find_useless_reason(fix: Fix, spec: TargetSpec) -> tuple[str, str] | None:
             flag = "--" + name.replace("_", "-")
             return (f"no {flag}" if value is None else f"{flag} {value}"), reason
     return None
+
+
+def find_device_reason(fix: Fix, device: Gpu | DeviceFacts) -> str | None:
+    """Return why `fix` is not for this device; None if it is."""
+    if device.unified_bytes is not None and fix.moves_to_host:
+        return "GPU and host share one memory"
+    if fix.alloc_conf and device.backend != "cuda":
+        # ROCm has it since pull request 177974 of pytorch/pytorch, and may hang with it (issue 192259).
+        return "it is a setting of CUDA's allocator"
+    if fix.compiles and device.backend in ("mps", "xpu"):
+        return "what torch.compile saves there is not simulated"
+    if device.backend == "mps":
+        return next(filter(None, map(find_missing_backend, fix.packages)), None)
+    return None
+
+
+def check_device(fixes: Iterable[Fix], device: Gpu | DeviceFacts) -> None:
+    """Raise UsageError if one of `fixes` is not for this device."""
+    for fix in fixes:
+        if (reason := find_device_reason(fix, device)) is not None:
+            raise UsageError(f"{fix.name} does not apply", value=f"on {device.name}", hint=reason)
 
 
 def find_conflict(fix: Fix, other_name: str) -> str | None:

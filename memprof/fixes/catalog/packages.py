@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from memprof.errors import not_installed
+from memprof.device.catalog import find_gpu
+from memprof.errors import UsageError, not_installed
 from memprof.fixes.catalog.fix import Fix
 from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
+_WITHOUT_MPS = ("bitsandbytes", "torchao")  # bitsandbytes has no kernels for Metal; torchao's optimizers are compiled
+
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Raise UsageError, which says what to install, if a package that `spec` or `fixes` need is missing.
-    Packages are not imported, so their import may still fail."""
+    """Raise UsageError, which says what to install, if a package that `spec` or `fixes` need is missing, or if it does
+    not run on the GPU of `spec`. Packages are not imported, so their import may still fail."""
     if spec is not None:
         _check_spec(spec)
     for fix in fixes:
@@ -25,12 +28,25 @@ def _check_spec(spec: TargetSpec) -> None:
         check_package(f"--adapter {spec.adapter}", "peft")
     if spec.quantize is not None:
         if spec.quantize in BITSANDBYTES_FORMATS:
-            check_package(f"--quantize {spec.quantize}", "bitsandbytes")
+            _check_option(spec, f"--quantize {spec.quantize}", "bitsandbytes")
         check_package(f"--quantize {spec.quantize}", "accelerate")  # by which transformers loads quantized weights
     if spec.optimizer in BITSANDBYTES_OPTIMIZERS:
-        check_package(f"--optimizer {spec.optimizer}", "bitsandbytes")
+        _check_option(spec, f"--optimizer {spec.optimizer}", "bitsandbytes")
     if spec.optimizer in TORCHAO_OPTIMIZERS:
-        check_package(f"--optimizer {spec.optimizer}", "torchao")
+        _check_option(spec, f"--optimizer {spec.optimizer}", "torchao")
+
+
+def _check_option(spec: TargetSpec, option: str, package: str) -> None:
+    is_mps = spec.device == "virtual" and spec.gpu_vram_bytes is None and find_gpu(spec.gpu).backend == "mps"
+    if is_mps and (reason := find_missing_backend(package)) is not None:
+        raise UsageError(reason, value=f"{option} --gpu {spec.gpu}", hint=f"leave out {option.split()[0]}")
+    check_package(option, package)
+
+
+def find_missing_backend(packages: str) -> str | None:
+    """Return that `packages` ("one or other") do not run on MPS; None if one of them does."""
+    names = packages.split(" or ")
+    return f"{packages} {'does' if len(names) == 1 else 'do'} not run on MPS" if {*names} <= {*_WITHOUT_MPS} else None
 
 
 def check_package(feature: str, *alternatives: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memprof.command_line import make_profile_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.fixes.catalog import list_active_fixes
+from memprof.fixes.catalog import check_device, list_active_fixes
 from memprof.fixes.chosen import ChosenFix, combine_numerics, edit_spec
 from memprof.flows.account import analyze, replace_allocator_settings
 from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
@@ -45,8 +45,9 @@ class LadderRun:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits the GPU (and the host, if judged) and does not mix tensors of two devices."""
-        return bool(self.document.verdict.fits) and not self.has_device_mismatch
+        """Return whether the run fits the GPU (and the host, if judged) without paging, and does not mix tensors of two
+        devices."""
+        return bool(self.document.fits_in_memory) and not self.has_device_mismatch
 
     @property
     def has_device_mismatch(self) -> bool:
@@ -91,9 +92,9 @@ class Runs(abc.ABC):
         """Return the parallel plan of the run with `fixes`; None: one GPU."""
         return None
 
-    @abc.abstractmethod
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if `fixes` do not apply, as far as this is known without a run."""
+        """Raise UsageError if `fixes` do not apply, as far as this is known without a run: to this GPU."""
+        check_device([fix.fix for fix in fixes], self._gpu)
 
     @abc.abstractmethod
     def in_force(self) -> frozenset[str]:
@@ -127,6 +128,7 @@ class Runs(abc.ABC):
         return self._run_by_fixes[key]
 
     def _add(self, fixes: Sequence[ChosenFix]) -> LadderRun:
+        Runs.check_fixes(self, fixes)
         trace, document = self._run(fixes)
         run = self._run_by_fixes[_fix_key(fixes)] = LadderRun(trace, document, self._compute_work(trace, fixes))
         return run
@@ -149,7 +151,7 @@ class Runs(abc.ABC):
             device_used_bytes=run.needed_bytes,
             host_peak_bytes=document.host_peak_bytes,
             saved_bytes=previous_run.needed_bytes - run.needed_bytes if previous_run is not None else 0,
-            fits=None if run.has_device_mismatch else document.verdict.fits,
+            fits=None if run.has_device_mismatch else document.fits_in_memory,
             next_bottleneck=find_bottleneck(document),
             cost=cost,
             parallel=self._get_parallel_plan(fixes),
@@ -184,7 +186,8 @@ class SpecRuns(Runs):
         return make_profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
 
     def check_fixes(self, fixes: Sequence[ChosenFix]) -> None:
-        """Raise UsageError if `fixes` do not apply to the spec."""
+        """Raise UsageError if `fixes` do not apply to the GPU and the spec."""
+        super().check_fixes(fixes)
         self.add_fixes(fixes)
 
     def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:

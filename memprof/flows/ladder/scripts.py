@@ -59,6 +59,7 @@ class ScriptRuns(Runs):
         is for training, and the script only infers.
 
         Fixes of models are applied at a model's first call (fixes/script_fixes.py)."""
+        super().check_fixes(fixes)
         for fix in fixes:
             if fix.fix.name not in script_fix_names():
                 raise UsageError("this fix cannot be switched on from outside a script", value=fix.fix.name)

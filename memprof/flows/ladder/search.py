@@ -145,7 +145,7 @@ def _cannot_fit(runs: AnyRuns, fixes: Sequence[ChosenFix]) -> bool:
     """Return whether a run with `fixes` cannot fit, by its lower bounds, without a run: of the GPU, and of the GPU and
     the host together, where what leaves the GPU is moved to."""
     device = runs.original.document.device
-    usable_bytes, host_bytes = device.usable_bytes, device.host_memory_bytes
+    usable_bytes, host_bytes = device.resident_bytes, device.host_memory_bytes
     if usable_bytes is None:
         return False
     if _bound_peak_bytes(runs, fixes) > usable_bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
-from memprof.fixes.catalog import find_fixes_for
+from memprof.fixes.catalog import find_device_reason, find_fixes_for
 from memprof.fixes.chosen import ChosenFix, edit_spec
 from memprof.flows.account import analyze
 from memprof.flows.cost import StepWork, compute_step_work
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
+from memprof.report.documents.limit import PAGING
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target, target_to_json
@@ -26,7 +27,7 @@ class SimulatedRun:
     # only with them.
     spec: TargetSpec
     needed_bytes: int  # of the GPU, CUDA context included, to never fail an allocation
-    fits: bool  # both the GPU and the host
+    fits: bool  # both the GPU and the host, without paging
     host_bytes: int  # peak of host memory
     step: StepWork | None  # of one optimizer step, or one forward; None: not counted
     state: ModelState
@@ -49,12 +50,13 @@ def evaluate_run(
     """
     document = analyze(trace, with_details=False)
     tensors_fit = document.peak.allocated_bytes <= gpu.total_bytes - gpu.context_bytes
-    fits, capacity = document.verdict.fits, gpu.total_bytes
+    fits, capacity = document.fits_in_memory, gpu.total_bytes
     needs_retries = avoids_retries and document.verdict.required_bytes > capacity
-    expanded = _use_expandable_segments(spec, document.target) if (needs_retries or not fits) and tensors_fit else None
+    is_wanted = (needs_retries or not fits) and tensors_fit
+    expanded = _use_expandable_segments(spec, gpu, document.target) if is_wanted else None
     if expanded is not None:
         expandable_report = analyze(trace, expanded.alloc_conf, with_details=False)
-        if expandable_report.verdict.fits and (not fits or expandable_report.verdict.required_bytes <= capacity):
+        if expandable_report.fits_in_memory and (not fits or expandable_report.verdict.required_bytes <= capacity):
             spec, document = expanded, expandable_report
     verdict, target, state = document.verdict, document.target, document.model_state
     assert target is not None and state is not None
@@ -63,17 +65,22 @@ def evaluate_run(
     return SimulatedRun(
         spec=spec.edit(context_length=target.context_length, alloc_conf=document.allocator.alloc_conf),
         needed_bytes=verdict.required_bytes,
-        fits=bool(verdict.fits),
+        fits=bool(document.fits_in_memory),
         host_bytes=document.host_peak_bytes,
         step=compute_step_work(trace, gpu, micro_batches),
         state=state,
         target=target,
-        oom_stage=oom_stage or (HOST_MEMORY if verdict.host_over_bytes else ""),
+        oom_stage=oom_stage or (HOST_MEMORY if verdict.host_over_bytes else PAGING if document.paged_bytes else ""),
         batches=document.batches,
     )
 
 
-def _use_expandable_segments(spec: TargetSpec, target: Target | None) -> TargetSpec | None:
-    """Return the spec with expandable segments, against fragmentation; None if `spec` already has these segments."""
+def _use_expandable_segments(spec: TargetSpec, gpu: Gpu, target: Target | None) -> TargetSpec | None:
+    """Return the spec with expandable segments, against fragmentation; None if `spec` already has these segments, or
+    `gpu` has none."""
     fix = find_fixes_for("fragmentation")[0]
-    return None if fix.is_on(spec) else edit_spec(spec, ChosenFix(fix), target_to_json(target))
+    return (
+        None
+        if fix.is_on(spec) or find_device_reason(fix, gpu)
+        else edit_spec(spec, ChosenFix(fix), target_to_json(target))
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memprof.errors import UsageError
-from memprof.fixes.catalog import check_installed
+from memprof.fixes.catalog import FIXES, check_installed, find_device_reason
 from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Activations, Goal, Plan, list_tiers, make_base_spec
 from memprof.flows.recommend.simulator import Simulator
@@ -76,8 +76,14 @@ class Search:
         self.rejected_fixes: set[str] = set()  # fixes that do not apply to this model
         self.run_by_plan: dict[tuple[Plan, int], PlanRun] = {}
 
+    def _moves_in_vain(self, plan: Plan) -> bool:
+        """Return whether `plan` moves memory to the host, which shares it with the GPU."""
+        names = plan.make_spec(self.base_spec, 1).fixes
+        return any(find_device_reason(FIXES[name], self.simulator.gpu) is not None for name in names)
+
     def _filter_installed(self, tiers: list[Plan]) -> list[Plan]:
-        """Return those of `tiers` whose packages are installed; raise UsageError if there are none."""
+        """Return those of `tiers` that can run here, and whose packages are installed; raise UsageError if none is."""
+        tiers = [tier for tier in tiers if not self._moves_in_vain(tier)]
         error_by_label: dict[str, UsageError] = {}
         for tier in tiers:
             try:
@@ -108,7 +114,7 @@ class Search:
             if leanest_run is None or not leanest_run.outcome.fits:
                 continue
             precision_loss = tier.precision_loss
-            variants = tier.list_variants()
+            variants = [plan for plan in tier.list_variants() if not self._moves_in_vain(plan)]
             self._run_in_parallel(variants, smallest)
             fitting_runs = [run for plan in variants if (run := self.run_plan(plan, smallest)) and run.outcome.fits]
             for run in sorted(fitting_runs, key=lambda run: run.outcome.seconds):

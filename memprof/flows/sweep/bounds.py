@@ -72,7 +72,8 @@ class Line:
             bound="at most" if answer.fits else "at least",
             headroom_bytes=answer.headroom_bytes,
             fixes=answer.fixes,
-            reason=f"the run with {sizes} {'fits' if answer.fits else 'does not fit'}",
+            reason=f"the run with {sizes} {'fits' if answer.fits else 'pages' if answer.pages else 'does not fit'}",
+            pages=answer.pages,
         )
 
 

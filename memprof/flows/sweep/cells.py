@@ -86,7 +86,7 @@ def _build_answer(trace: Trace, document: Report, spec: TargetSpec | RunSpec) ->
     no verdict."""
     verdict, total_bytes = document.verdict, document.device.total_bytes
     error = next((finding.title for finding in document.findings if finding.severity is Severity.ERROR), "")
-    fits = verdict.fits if document.failure is None else None
+    fits = document.fits_in_memory if document.failure is None else None
     reason = find_bottleneck(document).text
     if fits and error:
         fits, reason = None, error
@@ -105,4 +105,5 @@ def _build_answer(trace: Trace, document: Report, spec: TargetSpec | RunSpec) ->
         step_seconds=step_seconds,
         fixes=document.ladder[-1].fixes if document.ladder else (),
         reason=reason,
+        pages=fits is False and verdict.fits is True,
     )

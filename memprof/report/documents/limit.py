@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PAGING = "paging"  # in place of a stage: the run fits, and does not stay in the memory that GPU and host share
+
 
 @dataclass(frozen=True, slots=True)
 class LargestSearchRun:
@@ -11,8 +13,8 @@ class LargestSearchRun:
 
     number: int  # Sequences or images of a batch, or tokens of the context.
     needed_bytes: int | None  # Device memory without failed allocations, CUDA context included; None: the run failed.
-    fits: bool  # In device memory and host memory.
-    oom_stage: str  # The stage that runs out of memory, or the error of a failed run.
+    fits: bool  # In device memory and host memory, without paging.
+    oom_stage: str  # The stage that runs out of memory, "paging", or the error of a failed run.
     command: str  # The command that repeats this run.
 
 

@@ -33,7 +33,7 @@ class Configuration:
     bus_seconds: float | None  # Part of `step_seconds` for transfers over the bus.
     given_up: str  # The loss of numerical precision; empty: none.
     pareto: bool  # Whether no other run needs less memory and less time.
-    oom_stage: str  # The stage that runs out of memory, or "host memory"; empty if it fits.
+    oom_stage: str  # The stage that runs out of memory, or "host memory" or "paging"; empty if it fits.
     link_seconds: float | None = None  # Part of `step_seconds` for communication between GPUs.
     parallel: str | None = None  # Distribution over GPUs.
 

@@ -180,6 +180,11 @@ class Report(DisplayedDocument):
         )
 
     @property
+    def fits_in_memory(self) -> bool | None:
+        """Return whether a run fits and none of it pages, at which searches aim; None: not known."""
+        return self.verdict.fits and not self.paged_bytes
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the run was measured on a CPU, which has no CUDA context and no caching allocator."""
         is_old_report = self.model_state is None  # these have no bridge either
@@ -227,6 +232,8 @@ class Report(DisplayedDocument):
         omitted = {name for name in optional if not getattr(self, name)} | ({"gpu"} if not self.gpus else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del values["bridge"]["nccl_group_bytes"]
+        if self.paged_bytes:
+            values["verdict"]["paged_bytes"] = self.paged_bytes
         if self.rank is not None:
             values["rank"] = {key: value for key, value in values["rank"].items() if value or key not in _RANK_OPTIONAL}
         return {name: values[name] for name in values if name not in omitted}
@@ -366,6 +373,6 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
 
 def _try_expandable_segments(run: GpuReplay) -> bool | None:
     """Return whether `run` has no failed allocation with expandable segments; None if it has them, or cannot."""
-    if not run.rounds or run.config.expandable_segments or not run.release.has_expandable_segments:
+    if not run.rounds or run.config.expandable_segments or not run.has_expandable_segments:
         return None
     return run.compute_needs(dataclasses.replace(run.config, expandable_segments=True)).fits

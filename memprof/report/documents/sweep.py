@@ -22,7 +22,7 @@ class CellAnswer(JsonValue):
     # run: simulated; estimate: the analytical estimate leaves no doubt; monotony: a run with more tokens fits, or one
     # with fewer does not; failed: `reason` has the error; left: the sweep ended before.
     how: str
-    fits: bool | None  # None: no verdict.
+    fits: bool | None  # None: no verdict. A run that pages does not fit.
     needed_bytes: int | None = None  # Device memory, CUDA context included.
     bound: str = ""  # What `needed_bytes` is: exact ("", of a run), about, at most or at least.
     headroom_bytes: int | None = None  # Capacity minus `needed_bytes`; may be negative.
@@ -32,6 +32,7 @@ class CellAnswer(JsonValue):
     reason: str = ""  # Where memory runs out, the largest part of the peak, the run that decides, or the error.
     run_seconds: float | None = None  # Time that answering took.
     cached: bool = False  # Answered by an earlier sweep.
+    pages: bool = False  # Whether no allocation fails, and some of the memory that GPU and host share pages.
 
 
 @dataclass(frozen=True, slots=True)

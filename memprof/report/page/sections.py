@@ -9,6 +9,7 @@ from typing import Any
 from memprof.ledger.over_time import OverTime
 from memprof.report.documents.analysis import Analysis, DeviceReport
 from memprof.report.documents.comparison import Comparison, TensorGroup
+from memprof.report.documents.limit import PAGING
 from memprof.report.documents.recommendation import Configuration, LargestModel, Recommendation
 from memprof.report.page.figures import COLOURS, FITS_COLOUR, OVER_COLOUR, escape_html
 from memprof.report.terminal.cells import (
@@ -361,7 +362,7 @@ def _build_largest_row(row: LargestModel) -> tuple[PageCell, ...]:
 
 def _build_choice_row(choice: Configuration, *, over_gpus: bool) -> tuple[PageCell, ...]:
     fits = "fits" if choice.headroom_bytes >= 0 else "fits, with retries"
-    verdict = fits if choice.fits else f"OOM in {choice.oom_stage}"
+    verdict = fits if choice.fits else "pages" if choice.oom_stage == PAGING else f"OOM in {choice.oom_stage}"
     transfer_seconds = choice.link_seconds if over_gpus else choice.bus_seconds
     return (
         choice.name, choice.micro_batch, _make_cell(choice.needed_bytes), _make_cell(choice.headroom_bytes),

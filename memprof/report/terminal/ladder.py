@@ -10,6 +10,7 @@ from memprof.report.documents.ladder import FixCost, LadderRow
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_seconds
 from memprof.report.terminal.console import AlignedLines, dim, make_section
+from memprof.trace.facts import DeviceFacts
 from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
@@ -26,7 +27,7 @@ def render_ladder(document: Report, *, full: bool = True) -> RenderableType:
     ladder = document.ladder
     unit = choose_unit(ladder[0].peak_allocated_bytes)
     fix_lines = [_format_fixes(row, ladder[i - 1] if i else None) for i, row in enumerate(ladder)]
-    rows = [_format_row(row, unit, is_baseline=row is ladder[0]) for row in ladder]
+    rows = [_format_row(row, unit, document.device, is_baseline=row is ladder[0]) for row in ladder]
     cells = [(names[0], *row) for names, row in zip(fix_lines, rows, strict=True)]
     name_width = max(len(name) for names in fix_lines for name in names)
     columns = list(zip((" " * name_width, *_HEADERS), *cells, strict=True))
@@ -77,8 +78,9 @@ def _format_fixes(row: LadderRow, previous: LadderRow | None) -> list[str]:
     return ["+ " + new_fixes[0], *(f"  and {name}" for name in new_fixes[1:])]
 
 
-def _format_row(row: LadderRow, unit: Unit, *, is_baseline: bool) -> tuple[str, ...]:
-    verdict = "failed" if row.fits is None else "fits" if row.fits else "OOM"
+def _format_row(row: LadderRow, unit: Unit, device: DeviceFacts, *, is_baseline: bool) -> tuple[str, ...]:
+    miss = "pages" if device.would_page(row.device_used_bytes) else "OOM"
+    verdict = "failed" if row.fits is None else "fits" if row.fits else miss
     saved = "" if is_baseline else unit.format(row.saved_bytes)
     sizes = unit.format(row.peak_allocated_bytes), unit.format(row.reserved_bytes), saved
     return (*sizes, verdict, *_format_cost(row.cost, is_baseline=is_baseline))

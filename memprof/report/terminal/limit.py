@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from memprof.report.documents.limit import LargestSearch, LargestSearchRun
+from memprof.report.documents.limit import PAGING, LargestSearch, LargestSearchRun
 from memprof.report.terminal.console import ShellCommand, dim, make_section
 from memprof.units import format_bytes
 
@@ -39,7 +39,7 @@ def _describe_run(run: LargestSearchRun, total_bytes: int) -> str:
         spare = total_bytes - run.needed_bytes
         with_retries = f"{need} without releasing its cache, and fits, with allocator retries"
         return f"{need}, {format_bytes(spare)} to spare" if spare >= 0 else with_retries
-    return f"{need} and runs out of memory in {run.oom_stage}"
+    return f"{need} and pages" if run.oom_stage == PAGING else f"{need} and runs out of memory in {run.oom_stage}"
 
 
 def _format_notes(limit: LargestSearch, largest: int, runs_by_number: dict[int, LargestSearchRun]) -> Iterator[str]:

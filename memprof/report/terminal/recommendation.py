@@ -11,6 +11,7 @@ from rich.text import Text
 from memprof.errors import printable
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents import recommendation
+from memprof.report.documents.limit import PAGING
 from memprof.report.terminal.cells import format_seconds
 from memprof.report.terminal.console import (
     AlignedLines,
@@ -235,6 +236,7 @@ def _render_choices(result: recommendation.Recommendation, *, explain: bool) -> 
     verdicts = {
         "retries": "Retries: it fits once the allocator has released its cache. ",
         "host": f"Host: more than the {host} of host memory (--host-memory). ",
+        "pages": "Pages: the system compresses some of the memory or moves it to disk. ",
     }
     verdict_note = "".join(text for verdict, text in verdicts.items() if verdict in map(_format_verdict, rows))
     runs_note = "1 run was made." if result.runs == 1 else f"{result.runs} runs were made."
@@ -254,7 +256,7 @@ def _render_failed_runs(result: recommendation.Recommendation) -> list[Text]:
 def _format_verdict(row: recommendation.Configuration) -> str:
     if row.fits:
         return "fits" if row.headroom_bytes >= 0 else "retries"
-    return "host" if row.oom_stage == "host memory" else "OOM"
+    return {"host memory": "host", PAGING: "pages"}.get(row.oom_stage, "OOM")
 
 
 def _format_seconds(seconds: float | None) -> str:

@@ -55,6 +55,8 @@ def _format_verdict(document: Report) -> str:
         return f"no verdict: {document.failure.message}; {usage} ({gpu})"
     if document.verdict.fits is None:
         return f"stopped early: it took {need} until then ({gpu})"
+    if document.paged_bytes:
+        return f"fits, but pages: it takes {need} ({gpu})"
     return f"fits: it takes {need} ({gpu})"
 
 

@@ -137,7 +137,7 @@ def format_verdict(row: SweepRow) -> str:
     """Return whether a cell fits, in a word."""
     if row.answer.fits is None:
         return "failed" if row.has_failed else "left"
-    return "fits" if row.answer.fits else "OOM"
+    return "fits" if row.answer.fits else "pages" if row.answer.pages else "OOM"
 
 
 def format_needed(answer: CellAnswer) -> str:

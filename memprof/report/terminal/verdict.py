@@ -77,9 +77,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         text = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
         return _label("Not known", "bold yellow", f"{text} Give it more time.")
     context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
-    usable_bytes = (device.total_bytes or 0) - context_bytes if device.usable_bytes is None else device.usable_bytes
-    if device.unified_bytes is not None:  # more than the limit of the allocator counts what stays in memory
-        usable_bytes = min(usable_bytes, (device.total_bytes or 0) - context_bytes)
+    usable_bytes = (device.total_bytes or 0) - context_bytes if device.resident_bytes is None else device.resident_bytes
     spare_bytes = usable_bytes - (verdict.required_bytes - context_bytes)
     if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
         return _render_exhaustion(verdict.growth, document.findings, need)
