@@ -41,6 +41,16 @@ def describe_cure(context: Context) -> str:
     return "the failed allocation succeeds" if context.ledger.trace.ended_out_of_memory else "the run fits"
 
 
+def has_host_memory(context: Context) -> bool:
+    """Return whether the host has memory of its own, so that what is moved there leaves room on the GPU."""
+    return context.ledger.trace.facts.device.unified_bytes is None
+
+
+def name_other_place(context: Context) -> str:
+    """Return where tensors take nothing of the GPU's memory, as words."""
+    return "in host memory" if has_host_memory(context) else "in a file"
+
+
 def effect_evidence(context: Context, needs: MemoryNeeds, change: str = "freed after its last use") -> Evidence:
     """Return evidence that compares `needs`, of `compute_needs_without` or with another `change`, with what the run
     needs."""

@@ -9,7 +9,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_with_frees, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import (
+    compute_needs_with_frees,
+    describe_cure,
+    effect_evidence,
+    is_decisive,
+    name_other_place,
+)
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, format_shape, names_of, plural, tensor_evidence
@@ -379,7 +385,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     )
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
-        effect_evidence(context, needs, "in host memory" if group.is_snapshot else "freed after its last use")
+        effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")
         if needs is not None
         else Evidence("the run's peak is at another moment, and the same without it"),
         *([Evidence(group.note)] if group.note else []),

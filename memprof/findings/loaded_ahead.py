@@ -6,7 +6,14 @@ from collections import defaultdict
 from dataclasses import replace
 
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import (
+    compute_needs_of,
+    describe_cure,
+    effect_evidence,
+    has_host_memory,
+    is_decisive,
+    name_other_place,
+)
 from memprof.findings.evidence import file_and_line, percent, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.growth import Key, format_holders, holder_evidence, holder_fix_evidence, make_key
@@ -42,9 +49,10 @@ def find(context: Context) -> list[Finding]:
     title = (
         f"{len(members)} tensors of {line} are on the GPU before anything is trained: {format_bytes(num_bytes)} "
         f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
-        f"{f'; in host memory, {describe_cure(context)}' * decides}"
+        f"{f'; {name_other_place(context)}, {describe_cure(context)}' * decides}"
     )
-    fix = "keep data in host memory (.cpu()), and move each batch to the GPU in its step, one or two ahead at most"
+    place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
+    fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"
     fixing = holder_fix_evidence(holder, fix)
     if fixing.source is None:
         source = trace.source_line(trace.storages[members[0]])
@@ -52,10 +60,10 @@ def find(context: Context) -> list[Finding]:
     evidence = (
         fixing,
         holder_evidence(holder),
-        effect_evidence(context, needs, "in host memory"),
+        effect_evidence(context, needs, name_other_place(context)),
         *tensors_evidence(context, members, context.ledger.peak_event, lambda index: "loaded")[:3],
     )
-    edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST)
+    edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     return [Finding("loaded-ahead", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
 
 

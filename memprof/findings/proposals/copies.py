@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memprof.findings.effect import has_host_memory
 from memprof.findings.evidence import file_and_line, mask_compute_phases, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
@@ -16,7 +17,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change if memory runs out while a line copies parameters, outside forward and backward, or storages of
     a state, of which no gradient is computed: also after a call of a model, before the next phase begins."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
-    if oom is None or trace.op(failed := trace.storages[oom.storage]) != "aten.clone":
+    if not has_host_memory(context) or oom is None or trace.op(failed := trace.storages[oom.storage]) != "aten.clone":
         return
     shapes = {trace.storages[index].shape for index in param_names(trace)}
     copies = [index for index, other in enumerate(trace.storages) if other.source == failed.source]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memprof.findings.effect import has_host_memory
 from memprof.findings.evidence import file_and_line, format_shape, is_inference
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
@@ -21,7 +22,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for the line that creates the most at the peak, outside modules."""
     trace, lifetimes = context.ledger.trace, context.lifetimes
     buffers = [index for index in lifetimes.at_peak if _is_buffer(trace, index)]
-    if not buffers:
+    if not buffers or not has_host_memory(context):
         return
     largest = trace.storages[max(buffers, key=lambda index: trace.storages[index].num_bytes)]
     alike = [index for index in buffers if trace.storages[index].source == largest.source]
