@@ -224,7 +224,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     model = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     rank_size = None if rank is None and world_size is None else (rank or 0, size)
-    settings = resolve_settings(alloc_conf, torch_release, flag="alloc_conf", device_type=model.device_type)
+    settings = resolve_settings(alloc_conf, torch_release, flag="alloc_conf", backend=model.backend)
     return ProfiledGpu(model, settings, n, rank_size, compiles, stubs)
 
 

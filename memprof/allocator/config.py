@@ -18,6 +18,7 @@ from memprof.units import GIB, MIB
 
 UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
 
+HIP_VARIABLE = "PYTORCH_HIP_ALLOC_CONF"  # read by torch for ROCm, after CUDA's (c10/cuda/CUDAAllocatorConfig.h)
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first variable that is set counts
 
 # Variables of the MPS allocator, which reads no others -> memprof's names of these settings.
@@ -55,16 +56,17 @@ class AllocatorConfig:
 
 
 def config_from_environment(
-    environ: Mapping[str, str] | None = None, release: Release = LATEST, device_type: str = "cuda"
+    environ: Mapping[str, str] | None = None, release: Release = LATEST, backend: str = "cuda"
 ) -> tuple[AllocatorConfig, str | None]:
-    """Return the settings that torch would read from `environ` (None: os.environ) for devices of this type, and the
-    variable that holds them (None: defaults). Raises UsageError: torch would reject the settings."""
+    """Return the settings that torch would read from `environ` (None: os.environ) for this backend, and the variable
+    that holds them (None: defaults). Raises UsageError: torch would reject the settings."""
     variables = os.environ if environ is None else environ
-    if device_type == "mps":
+    if backend == "mps":
         names = [name for name in MPS_VARIABLES if name in variables]
         text = ",".join(f"{MPS_VARIABLES[name]}:{variables[name]}" for name in names)
         return parse_config(text, release, origin=" and ".join(names)), " and ".join(names) or None
-    for name in VARIABLES[1:] if device_type == "xpu" else VARIABLES if release.has_unified_settings else VARIABLES[:1]:
+    known = VARIABLES[1:] if backend == "xpu" else VARIABLES if release.has_unified_settings else VARIABLES[:1]
+    for name in (*known[:1], HIP_VARIABLE, *known[1:]) if backend == "hip" else known:
         if name in variables:
             return parse_config(variables[name], release, origin=name), name
     return AllocatorConfig(), None

@@ -39,14 +39,14 @@ class Settings:
         *,
         flag: str = "--alloc-conf",
         environ: Mapping[str, str],
-        device_type: str = "cuda",
+        backend: str = "cuda",
     ) -> Settings:
-        """Return the settings of version `torch`: `alloc_conf` if not None, else those in `environ` for devices of this
-        type. Raises UsageError: torch would reject the configuration."""
+        """Return the settings of version `torch`: `alloc_conf` if not None, else those in `environ` for this backend.
+        Raises UsageError: torch would reject the configuration."""
         release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
-        return cls(torch, *config_from_environment(environ, release, device_type))
+        return cls(torch, *config_from_environment(environ, release, backend))
 
     @property
     def facts(self) -> AllocatorFacts:

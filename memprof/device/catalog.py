@@ -62,6 +62,7 @@ class Gpu:
     nvlink_bandwidth: int | None = None
     is_suggested: bool = True  # whether memprof names the GPU where any would do, such as the smallest that fits
     unified_bytes: int | None = None  # memory of the machine, where GPU and CPU share it; None: the GPU has its own.
+    gcn_arch: str = ""  # architecture of an AMD GPU, as torch's gcnArchName has it; empty for others.
 
     @property
     def backend(self) -> str:
@@ -166,7 +167,8 @@ def _make_gpu(key: str, table: Mapping[str, Any]) -> Gpu:
         note=table.get("note", ""),
         nvlink_bandwidth=round(table["nvlink_gb_per_s"] * 10**9) if "nvlink_gb_per_s" in table else None,
         is_suggested=table.get("suggested", True),
-        unified_bytes=round(table["unified_gib"] * GIB) if "unified_gib" in table else None,
+        unified_bytes=_read_unified_bytes(key, table),
+        gcn_arch=table.get("gcn_arch", ""),
     )
 
 
@@ -189,6 +191,13 @@ def _make_apple_gpu(table: Mapping[str, Any], unified_gib: int) -> Gpu:
         note="capacity is the working set that Metal recommends: 2/3 of the memory, 3/4 from 36 GB on",
         unified_bytes=unified_bytes,
     )
+
+
+def _read_unified_bytes(key: str, table: Mapping[str, Any]) -> int | None:
+    """Return the memory that CPU and GPU share, in bytes; None if the GPU has its own."""
+    if table.get("unified"):
+        return _read_capacity(key, table)
+    return round(table["unified_gib"] * GIB) if "unified_gib" in table else None
 
 
 def _read_capacity(key: str, table: Mapping[str, Any]) -> int:

@@ -22,25 +22,25 @@ GPUS_PER_MACHINE = 8  # further ranks are on other machines
 
 
 def resolve_settings(
-    alloc_conf: str | None, torch_release: str | None = None, *, flag: str = "--alloc-conf", device_type: str = "cuda"
+    alloc_conf: str | None, torch_release: str | None = None, *, flag: str = "--alloc-conf", backend: str = "cuda"
 ) -> Settings:
-    """Return allocator settings from `alloc_conf` or the environment, for devices of this type, of a torch release
+    """Return allocator settings from `alloc_conf` or the environment, for this backend, of a torch release
     (None: the installed one).
 
     Raises UsageError: torch would refuse the settings, or there is no such release.
     """
     version = torch_release or importlib.metadata.version("torch")
-    return Settings.resolve(alloc_conf, version, flag=flag, environ=os.environ, device_type=device_type)
+    return Settings.resolve(alloc_conf, version, flag=flag, environ=os.environ, backend=backend)
 
 
 def resolve_spec_settings(spec: TargetSpec | RunSpec) -> Settings:
     """Return the allocator settings of `spec`; raise UsageError if torch would refuse them, or does not have them, or
     if the catalog does not have its GPU."""
-    device_type = find_spec_gpu(spec).device_type
+    backend = find_spec_gpu(spec).backend
     if spec.torch_release is not None and spec.device != "virtual":
         value = f"--torch-release {spec.torch_release}"
         raise UsageError("a measured run has the installed torch", value=value, hint="leave out --device")
-    return resolve_settings(spec.alloc_conf, spec.torch_release, device_type=device_type)
+    return resolve_settings(spec.alloc_conf, spec.torch_release, backend=backend)
 
 
 class RunAllocator(LiveAllocator):

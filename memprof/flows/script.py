@@ -202,7 +202,7 @@ class _LateSettings(CurrentSettings):
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(resolve_spec_settings(spec))
-        self._torch_release, self._device_type = spec.torch_release, find_spec_gpu(spec).device_type
+        self._torch_release, self._backend = spec.torch_release, find_spec_gpu(spec).backend
         self._is_unread = spec.alloc_conf is None
         self._fix_settings = ""
         self._environment = dict(os.environ)
@@ -221,7 +221,7 @@ class _LateSettings(CurrentSettings):
     def read(self) -> Settings:
         """Return the current settings; the first call fixes the settings that the environment gives."""
         if self._is_unread and dict(os.environ) != self._environment:
-            self.now = resolve_settings(None, self._torch_release, device_type=self._device_type)
+            self.now = resolve_settings(None, self._torch_release, backend=self._backend)
             if self._fix_settings:
                 super().set(",".join(filter(None, (self.get(), self._fix_settings))))
         self._is_unread = False

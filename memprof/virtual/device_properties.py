@@ -10,8 +10,11 @@ from memprof.allocator.releases import find_libraries
 from memprof.device.catalog import Gpu
 
 
-def max_threads_per_sm(compute_capability: tuple[int, int]) -> int:
-    """Return the maximum threads per multiprocessor (CUDA C++ programming guide, technical specifications)."""
+def max_threads_per_sm(compute_capability: tuple[int, int], gcn_arch: str = "") -> int:
+    """Return the maximum threads per multiprocessor (CUDA C++ programming guide, technical specifications). On AMD
+    2048, as HIP's maxThreadsPerMultiProcessor has it."""
+    if gcn_arch:
+        return 2048
     major, minor = compute_capability
     if (major, minor) == (7, 5):
         return 1024
@@ -38,7 +41,7 @@ class DeviceProperties:
     def from_gpu(cls, gpu: Gpu, release: tuple[int, int] | None = None) -> DeviceProperties:
         """Return the properties of `gpu` under a torch release (None: the installed one)."""
         capability = gpu.compute_capability
-        threads = max_threads_per_sm(capability)
+        threads = max_threads_per_sm(capability, gpu.gcn_arch)
         return cls(capability, gpu.num_sms, threads, release or torch_release(), gpu.device_type)
 
     @property

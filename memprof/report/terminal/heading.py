@@ -19,8 +19,12 @@ def render_heading(document: Report) -> RenderableType:
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     memory = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
-    if device.unified_bytes is not None:
-        memory = f", {gib(device.total_bytes or 0)} GiB of it for the GPU"
+    if device.unified_bytes is not None and device.unified_bytes == device.total_bytes:
+        memory = f" ({gib(device.total_bytes)} GiB, shared with the CPU)"
+    elif device.unified_bytes is not None:
+        memory = (
+            f" ({gib(device.unified_bytes)} GiB shared with the CPU, {gib(device.total_bytes or 0)} GiB for the GPU)"
+        )
     lines = [make_heading("memprof", f" {document.command}: {kind} {device.name}{memory}")]
     if document.rank is not None:
         rank, size = document.rank.rank, document.rank.world_size

@@ -22,6 +22,7 @@ _RANDOM_NAMES = (
     "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
+_HIP_VERSION = "7.2.53211"  # of a wheel of July 2026 (github.com/pytorch/pytorch, issue 192259)
 # Functions of `torch.cuda` with a constant result for any arguments: None, 0 or True.
 _CONSTANT_RESULTS: dict[str, Any] = {
     **dict.fromkeys(
@@ -61,18 +62,19 @@ class TorchCuda(Extension):
 def _map_cuda_functions(functions: GpuFunctions, context: InstallContext) -> dict[str, Any]:
     gpu, gpus = context.gpu, context.gpus
     major, minor = gpu.compute_capability
+    arch = gpu.gcn_arch.partition(":")[0] or f"sm_{major}{minor}"
     properties = DeviceProperties(
         name=gpu.name,
         major=major,
         minor=minor,
         total_memory=gpu.total_bytes,
         multi_processor_count=gpu.num_sms,
-        warp_size=32,
-        is_integrated=0,
+        warp_size=64 if gpu.gcn_arch.startswith("gfx9") else 32,  # wavefronts of CDNA, of RDNA and warps
+        is_integrated=int(gpu.unified_bytes is not None),
         is_multi_gpu_board=0,
-        max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability),
+        max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability, gpu.gcn_arch),
         L2_cache_size=gpu.l2_bytes or 0,
-        gcnArchName=f"sm_{major}{minor}",
+        gcnArchName=gpu.gcn_arch or arch,
         uuid=UUID,
         pci_bus_id=0,
         pci_device_id=0,
@@ -97,7 +99,7 @@ def _map_cuda_functions(functions: GpuFunctions, context: InstallContext) -> dic
         **{name: getattr(functions, name) for name in GPU_METHODS},
         "device": CudaDevice,
         "device_count": make_constant_function(gpus.num_gpus),
-        "get_arch_list": make_constant_function([f"sm_{major}{minor}"]),
+        "get_arch_list": make_constant_function([arch]),
         "get_device_name": functions.make_device_query(gpu.name),
         "get_device_capability": functions.make_device_query((major, minor)),
         "get_device_properties": functions.make_device_query(properties),
@@ -114,7 +116,7 @@ def _patch_allocator_functions(functions: GpuFunctions, context: InstallContext)
 
 
 def _patch_build_properties(context: InstallContext) -> Iterator[Patch]:
-    """Yield patches that make torch report a build with CUDA, cuDNN and NVTX."""
+    """Yield patches that make torch report a build with CUDA or ROCm, cuDNN and NVTX."""
     nvtx = SimpleNamespace(
         rangePushA=make_constant_function(0),
         rangePop=make_constant_function(0),
@@ -123,7 +125,11 @@ def _patch_build_properties(context: InstallContext) -> Iterator[Patch]:
         markA=make_constant_function(None),
     )
     yield cuda.nvtx.patch(nvtx)
-    if torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
+    if context.gpu.backend == "hip":
+        yield torch.version, "hip", _HIP_VERSION
+        yield torch.version, "cuda", None
+        yield torch.backends.cuda, "is_built", make_constant_function(True)  # torch's build with ROCm says so too
+    elif torch.version.cuda is None:  # a CPU build; programs derive bfloat16 support from the version
         yield torch.version, "cuda", context.libraries.cuda
         yield torch.backends.cuda, "is_built", make_constant_function(True)
     yield torch.backends.cudnn, "is_available", make_constant_function(True)

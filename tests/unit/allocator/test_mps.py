@@ -123,10 +123,10 @@ def test_above_the_low_watermark_old_buffers_are_released():
 
 
 def test_torchs_variables_set_the_ratios():
-    config, origin = config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}, device_type="mps")
+    config, origin = config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}, backend="mps")
     assert (config.mps_high_watermark_ratio, config.mps_low_watermark_ratio) == (0.0, 1.4)
     assert origin == "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
-    assert config_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "nonsense"}, device_type="mps")[1] is None
+    assert config_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "nonsense"}, backend="mps")[1] is None
     assert config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "9"})[1] is None  # nothing to CUDA
 
 
@@ -134,7 +134,7 @@ def test_torchs_variables_set_the_ratios():
 def test_ratios_that_torch_refuses(high, low):
     variables = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": high, "PYTORCH_MPS_LOW_WATERMARK_RATIO": low}
     with pytest.raises(UsageError, match="watermark_ratio is"):
-        config_from_environment(variables, device_type="mps")
+        config_from_environment(variables, backend="mps")
 
 
 @given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(0, 9)), max_size=40))

@@ -165,7 +165,7 @@ def test_xpu_is_the_caching_allocator_with_words_of_its_own():
 def enter_strict(machine):
     """Return a virtual GPU that raises as the device does, as in `memprof run`."""
     gpu = find_gpu(machine)
-    settings = resolve_settings(None, device_type=gpu.device_type)
+    settings = resolve_settings(None, backend=gpu.backend)
     return VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), raises_oom=True)
 
 
