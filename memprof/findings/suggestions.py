@@ -120,7 +120,7 @@ def _combine(context: Context, found: Iterable[tuple[_Candidate, Suggestion]]) -
         together.append((required, combined))
     for required, proposal in together[1:]:
         is_last = proposal is combined
-        if is_last or required <= (context.usable_bytes or 0):
+        if is_last or required <= (_get_resident_bytes(context) or 0):
             suggestion = _evaluate(context, proposal, None)
             if suggestion is not None and (suggestion.fits or is_last):
                 yield suggestion
@@ -159,7 +159,7 @@ def _list_candidates(context: Context) -> list[_Candidate]:
 def _estimate(context: Context, rule: ProposalRule, proposal: Proposal) -> _Candidate | None:
     """Return the candidate of `proposal`; None if it saves too little, or does not reduce the one tensor that is larger
     than the GPU."""
-    usable_bytes, oom = context.usable_bytes, context.ledger.out_of_memory
+    usable_bytes, oom = _get_resident_bytes(context), context.ledger.out_of_memory
     if oom is not None and proposal.trace.storages[oom.storage].num_bytes > oom.limit_bytes:
         return None
     if context.ledger.run.refused:  # the run takes no memory for these
@@ -258,4 +258,13 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " up to the failed allocation, which " + (f"then succeeds{unknown}" if fits else "still fails")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
+    resident_bytes = _get_resident_bytes(context)
+    if fits and resident_bytes is not None and required > resident_bytes:
+        text += ", but pages"
+        fits = False
     return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required)
+
+
+def _get_resident_bytes(context: Context) -> int | None:
+    """Return the bytes that the allocator can reserve without paging; None: unknown."""
+    return context.ledger.trace.facts.device.resident_bytes

@@ -175,7 +175,7 @@ class Report(DisplayedDocument):
             return 0
         return max(
             peak.reserved_bytes - device.total_bytes,
-            peak.reserved_bytes + peak.host_allocated_bytes - device.unified_bytes,
+            peak.device_used_bytes + peak.host_allocated_bytes - device.unified_bytes,
             0,
         )
 

@@ -21,6 +21,8 @@ def render_heading(document: Report) -> RenderableType:
     memory = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
     if device.unified_bytes is not None and device.unified_bytes == device.total_bytes:
         memory = f" ({gib(device.total_bytes)} GiB, shared with the CPU)"
+    elif device.backend == "mps":  # whose name in the catalog has the size
+        memory = f", {gib(device.total_bytes or 0)} GiB of it for the GPU"
     elif device.unified_bytes is not None:
         memory = (
             f" ({gib(device.unified_bytes)} GiB shared with the CPU, {gib(device.total_bytes or 0)} GiB for the GPU)"

@@ -75,7 +75,7 @@ def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, s
     spec = target.asked
     if document.failure is not None:
         return "what cannot be simulated", "memprof help limitations"
-    if document.verdict.fits is False:
+    if document.fits_in_memory is False:
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
@@ -147,7 +147,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)
-    if document.verdict.fits is False and is_single:
+    if document.fits_in_memory is False and is_single:
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
@@ -159,7 +159,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             if not suggested.isdisjoint(script_fix_names()):
                 return "the fixes that make it fit at the least cost", run("--fix", "auto")
             return _FIXES_HELP if suggested else _FINDINGS_HELP
-    if document.verdict.fits is False:
+    if document.fits_in_memory is False:
         return _FIXES_HELP
     if is_single and program.misses_evaluation:
         return "whether its evaluation fits too", run(until_exit=True, steps=None, timeout=None)
