@@ -25,8 +25,11 @@ def recommend(
     spec: TargetSpec, request: SearchRequest, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, SearchResult]:
     """Search configurations for the model and GPU of `spec`; return recommendation, search and its result."""
-    simulator = Simulator(find_spec_gpu(spec), progress)
-    goal = request.goal
+    gpu, goal = find_spec_gpu(spec), request.goal
+    if gpu.unified_bytes is not None:
+        host_bytes = min(spec.host_memory_bytes or gpu.unified_bytes, gpu.unified_bytes)
+        spec = spec.edit(host_memory_bytes=host_bytes)
+    simulator = Simulator(gpu, progress)
     search = Search(simulator, spec, request)
     if goal is Goal.INFER and search.run_plan(search.tiers[0], request.batch_size) is None:
         # The model does not decode: only its forward is run.

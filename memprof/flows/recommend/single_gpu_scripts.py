@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memprof.device.catalog import find_gpu
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
 from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 from memprof.workload.catalog import ModelEntry, find_model, has_model, resolve_size
@@ -142,7 +143,8 @@ def build_generate_lines(spec: TargetSpec) -> list[str]:
 
 def _build_head_lines(spec: TargetSpec, imports: list[str], fixes: Sequence[str]) -> list[str]:
     memprof_import = ["import memprof", ""] if fixes else []
-    device = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
+    kind = find_gpu(spec.gpu).device_type if spec.gpu_vram_bytes is None else "cuda"
+    device = f'device = "{kind}" if torch.{kind}.is_available() else "cpu"'
     return [*build_environment_lines(spec), *sorted(imports), "", *memprof_import, device]
 
 

@@ -118,7 +118,9 @@ def _render_paging(document: Report, need: str) -> Text:
     host_bytes = document.peak.host_allocated_bytes
     is_gpu_over = document.paged_bytes == document.peak.reserved_bytes - (device.total_bytes or 0)
     host = f" and {format_bytes(host_bytes)} of host tensors" if host_bytes >= MIN_HOST_BYTES else ""
-    limit = f"the {total} that the GPU should have of {unified}" if is_gpu_over else f"the {unified} that GPU and CPU share"
+    limit = (
+        f"the {total} that the GPU should have of {unified}" if is_gpu_over else f"the {unified} that GPU and CPU share"
+    )
     usable_bytes = UNLIMITED_BYTES if device.usable_bytes is None else device.usable_bytes
     end = "" if usable_bytes >= UNLIMITED_BYTES else f" Above {format_bytes(usable_bytes)}, allocations fail."
     sentence = (

@@ -182,6 +182,9 @@ def test_environment():
     assert (config.max_split_size, name) == (32 * MIB, "PYTORCH_CUDA_ALLOC_CONF")
     config, name = config_from_environment({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert (config.max_split_size, name) == (64 * MIB, "PYTORCH_ALLOC_CONF")
+    hip = {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert config_from_environment(hip, backend="hip")[1] == "PYTORCH_HIP_ALLOC_CONF"
+    assert config_from_environment(hip)[1] == "PYTORCH_ALLOC_CONF"
     assert config_from_environment({"PYTORCH_ALLOC_CONF": "x:1"}, parse_release("2.8"))[1] is None
     with pytest.raises(UsageError, match="unknown allocator setting 'x'") as caught:
         config_from_environment({"PYTORCH_ALLOC_CONF": "x:1"})

@@ -10,7 +10,7 @@ from memprof.units import GIB
     ("name", "backend", "device_type"),
     [
         ("h100", "cuda", "cuda"), ("mi300x", "hip", "cuda"), ("m4-max-64gb", "mps", "mps"), ("arc-b580", "xpu", "xpu"),
-        ("Apple M1 (8 GB)", "mps", "mps"), ("B580", "xpu", "xpu"),
+        ("Apple M1 (8 GB)", "mps", "mps"), ("B580", "xpu", "xpu"), ("rx-7900-xtx", "hip", "cuda"),
     ],
 )  # fmt: skip
 def test_the_vendor_decides_the_backend(name, backend, device_type):
@@ -25,6 +25,22 @@ def test_the_vendor_decides_the_backend(name, backend, device_type):
 )
 def test_the_capacity_of_a_mac_is_its_recommended_working_set(name, mib):
     assert find_gpu(name).total_bytes / 2**20 == pytest.approx(mib, abs=0.01)
+
+
+def test_memory_of_the_machine():
+    """What CUDA reports of GB10 and Jetson is all that Linux has; of Strix Halo a GPU gets half."""
+    shared = {gpu.key: gpu for gpu in list_gpus() if gpu.unified_bytes is not None and gpu.device_type == "cuda"}
+    assert {key for key, gpu in shared.items() if gpu.unified_bytes == gpu.total_bytes} == {
+        "gb10", "jetson-thor-128gb", "jetson-agx-orin-64gb", "jetson-agx-orin-32gb", "jetson-orin-nx-16gb",
+        "jetson-orin-nano-8gb",
+    }  # fmt: skip
+    assert {key for key, gpu in shared.items() if gpu.unified_bytes > gpu.total_bytes} == {"ryzen-ai-max-128gb"}
+    assert find_gpu("strix-halo").unified_bytes == pytest.approx(2 * find_gpu("strix-halo").total_bytes, rel=1e-4)
+
+
+def test_amds_gpus_have_the_architecture_that_torch_reports():
+    assert {gpu.key for gpu in list_gpus() if gpu.gcn_arch} == {gpu.key for gpu in list_gpus() if gpu.backend == "hip"}
+    assert find_gpu("mi250x").gcn_arch == "gfx90a:sramecc+:xnack-" and find_gpu("rx-9070-xt").gcn_arch == "gfx1201"
 
 
 def test_a_mac_has_less_for_its_gpu_than_memory():

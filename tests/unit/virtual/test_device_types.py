@@ -121,6 +121,8 @@ def test_a_mac_refuses_only_above_its_high_watermark():
         kept = torch.zeros(2 * GIB, device="mps")
     report = gpu.report()
     assert (report.verdict.fits, report.paged_bytes) == (True, 8 * GIB - int(16 / 3 * GIB))
+    assert report.fits_in_memory is False  # at which searches aim
+    assert report.to_json()["verdict"]["paged_bytes"] == report.paged_bytes
     assert "Fits, but pages: needs 8.00 GiB" in str(report)
     with memprof.virtual_gpu("m1-8gb") as gpu:
         kept = torch.zeros(5 * GIB // 2, device="mps")
@@ -204,6 +206,18 @@ def test_rocm_says_hip():
     del kept
 
 
+def test_rocm_describes_itself():
+    with memprof.virtual_gpu("mi300x"):
+        properties = torch.cuda.get_device_properties(0)
+        assert isinstance(torch.version.hip, str) and torch.version.cuda is None and torch.cuda.is_available()
+        assert (properties.gcnArchName, properties.warp_size) == ("gfx942:sramecc+:xnack-", 64)
+        assert torch.cuda.get_arch_list() == ["gfx942"] and torch.cuda.get_device_capability() == (9, 4)
+    assert torch.version.hip is None
+    with memprof.virtual_gpu("strix-halo"):
+        properties = torch.cuda.get_device_properties(0)
+        assert (properties.gcnArchName, properties.warp_size, properties.is_integrated) == ("gfx1151", 32, 1)
+
+
 def test_a_mac_has_one_gpu():
     with pytest.raises(UsageError, match="torch has one MPS device"):
         memprof.virtual_gpus(2, "m4-max-64gb")
@@ -284,5 +298,7 @@ def test_a_gpu_of_cuda_that_shares_memory_pages_with_its_host():
         host, kept = torch.zeros(GIB), torch.zeros(5 * GIB // 4, device="cuda")  # 4 and 5 GiB
     trace = gpu.trace
     trace.facts = dataclasses.replace(trace.facts, device=make_device_facts(machine))
-    assert analyze(trace).paged_bytes == 1 * GIB
+    report = analyze(trace)
+    assert report.paged_bytes == 1 * GIB + machine.context_bytes
+    assert "above the 8.00 GiB that GPU and CPU share" in " ".join(str(report).split())
     del host, kept

@@ -14,6 +14,7 @@ from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.search import _bound_peak_bytes, _cannot_fit, _find_headroom, search_fixes
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
+from memprof.trace.facts import DeviceFacts
 
 SPEC = TargetSpec(model="1M", model_is_size=True, batch_size=4, context_length=2048, gpu_vram_bytes=640 << 20)
 SETS = (
@@ -88,7 +89,7 @@ def test_what_is_not_run_could_not_fit():
 def runs_on(usable, host=None):
     """Runs whose original has 1,000 bytes of activations and 500 of logits at its peak."""
     peak = SimpleNamespace(categories={"activations": 1000, "logits and loss": 500, "parameters": 7000})
-    device = SimpleNamespace(usable_bytes=usable, host_memory_bytes=host)
+    device = DeviceFacts(usable_bytes=usable, host_memory_bytes=host)
     return SimpleNamespace(original=SimpleNamespace(document=SimpleNamespace(peak=peak, device=device)))
 
 
@@ -136,9 +137,7 @@ def headroom_after(
         fits, time = needed[names] <= 1000, seconds if COMPILE in names else 1.0
         return SimpleNamespace(needed_bytes=needed[names], document=document, fits=fits, seconds=time)
 
-    original = SimpleNamespace(
-        document=SimpleNamespace(device=SimpleNamespace(usable_bytes=None, host_memory_bytes=None))
-    )
+    original = SimpleNamespace(document=SimpleNamespace(device=DeviceFacts(usable_bytes=None, host_memory_bytes=None)))
     runs = SimpleNamespace(run_with_fixes=run, in_force=lambda: frozenset(in_force), original=original)
     return [fix.fix.name for fix in _find_headroom(runs, fixes_of("chunked-loss"))]
 

@@ -1,0 +1,36 @@
+"""Searches on a machine whose GPU and CPU share memory: they aim at what stays in memory, not at what can be had."""
+
+import torch
+
+import memprof
+from memprof.device.catalog import find_gpu
+from memprof.flows.gpus import make_device_facts
+from memprof.flows.limit import _search_largest
+from memprof.flows.recommend.outcome import PAGING
+
+GIB = 1 << 30
+
+
+def run_gib(number):
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        kept = torch.zeros(number * GIB // 4, device="mps")
+    del kept
+    return gpu.trace, gpu.report()
+
+
+def test_the_largest_batch_does_not_page():
+    """Metal recommends 5.33 of 8 GiB; allocations fail above 9.07."""
+    _, report = _search_largest(run_gib, find_gpu("m1-8gb"), "batch-size", lambda number, fits: "", start=1, high=16)
+    assert (report.limit.largest, report.limit.first_too_large) == (5, 6)
+    stages = {run.number: run.oom_stage for run in report.limit.runs}
+    assert (stages[5], stages[6]) == ("", PAGING)
+    assert "6 needs 6.00 GiB and pages" in " ".join(str(report).split())
+
+
+def test_a_run_would_page_up_to_the_limit_of_the_allocator():
+    mac = make_device_facts(find_gpu("m1-8gb"))
+    assert [mac.would_page(size * GIB) for size in (8, 9, 10)] == [True, True, False]
+    assert mac.resident_bytes == mac.total_bytes
+    spark = make_device_facts(find_gpu("gb10"))
+    assert spark.resident_bytes == spark.usable_bytes == spark.total_bytes - spark.context_bytes
+    assert not make_device_facts(find_gpu("h100")).would_page(GIB)
