@@ -79,7 +79,8 @@ def attention(device_state: DeviceState, *args: Any, **kwargs: Any) -> Any:
     backend_name = choose_backend(device_state.gpu, call)
     device_state.values.assume(f"Attention runs on the {backend_name} backend of scaled_dot_product_attention.")
     if backend_name == "math":
-        return _math_attention(device_state, call)
+        is_native = device_state.gpu.device_type == "mps" and not (call.needs_grad or call.dropout_p)
+        return _attention_of_mps(call) if is_native else _math_attention(device_state, call)
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if call.scale is None else call.scale
     if backend_name == "flash":
@@ -215,6 +216,28 @@ def _can_use_overrideable(call: AttentionArguments, is_grouped: bool) -> bool:
     )
 
 
+def _attention_of_mps(call: AttentionArguments) -> torch.Tensor:
+    """Return the output of the operator that MPS has where no gradient is needed, which makes the scores beside it, in
+    the query's dtype (native/mps/operations/Attention.mm, sdpa_general_mps). What its graph takes is not known."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = _to_additive_mask(mask, query)
+    key, value = _repeat_grouped_heads(call, key, value)
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    query.new_empty((*query.shape[:-1], key.shape[-2]))
+    return output
+
+
+def _repeat_grouped_heads(
+    call: AttentionArguments, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value with as many heads as the query (pre_process_group_query_attention_input)."""
+    if not call.enable_gqa or key.shape[1] == call.query.shape[1]:
+        return key, value
+    group_size = call.query.shape[1] // key.shape[1]
+    return key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+
+
 def _math_attention(device_state: DeviceState, call: AttentionArguments) -> torch.Tensor:
     """Run the operators that `_scaled_dot_product_attention_math` runs without a dispatch mode.
 
@@ -231,9 +254,7 @@ def _math_attention(device_state: DeviceState, call: AttentionArguments) -> torc
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None and mask.dtype is torch.bool:
         mask = _to_additive_mask(mask, query)
-    if call.enable_gqa and key.shape[1] != query.shape[1]:
-        group_size = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+    key, value = _repeat_grouped_heads(call, key, value)
     scores = query @ (key.transpose(-2, -1) * sqrt_scale)
     if mask is not None:
         scores.add_(mask)
