@@ -45,6 +45,8 @@ class Bitsandbytes(Extension):
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the native library; register the package's operators to run its Python code for CUDA."""
+        if context.gpu.device_type != "cuda":  # as on such a machine, its operators then have no kernel
+            return
         yield from _make_patches(context.assume)
         context.function_mode.register_cuda_kernels(_list_operators())
 

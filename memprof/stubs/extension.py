@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -70,7 +70,10 @@ class StubExtension(Extension):
         self.environment = {STUBS: " ".join(PACKAGES)}
 
     def around(self, context: InstallContext) -> AbstractContextManager[None]:
-        """Return a context manager under which imports of missing packages find their stubs."""
+        """Return a context manager under which imports of missing packages find their stubs: of kernels for CUDA, which
+        machines of Apple and Intel do not have."""
+        if context.gpu.device_type != "cuda":
+            return nullcontext()
         record_uses = context.recorder.storages.record_uses
         self._finder = StubFinder(
             context.assume, context.forget_values, record_uses, context.allocate_permanent_workspace

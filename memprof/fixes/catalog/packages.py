@@ -10,12 +10,12 @@ from memprof.errors import UsageError, not_installed
 from memprof.fixes.catalog.fix import Fix
 from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
-_WITHOUT_MPS = ("bitsandbytes", "torchao")  # bitsandbytes has no kernels for Metal; torchao's optimizers are compiled
+_WITHOUT_MPS = ("bitsandbytes", "torchao")  # packages without kernels for Metal: what they save there is not known
 
 
 def check_installed(spec: TargetSpec | None, fixes: Sequence[Fix] = ()) -> None:
-    """Raise UsageError, which says what to install, if a package that `spec` or `fixes` need is missing, or if it does
-    not run on the GPU of `spec`. Packages are not imported, so their import may still fail."""
+    """Raise UsageError, which says what to install, if a package that `spec` or `fixes` need is missing, or if it has
+    no kernels for the GPU of `spec`. Packages are not imported, so their import may still fail."""
     if spec is not None:
         _check_spec(spec)
     for fix in fixes:
@@ -44,9 +44,11 @@ def _check_option(spec: TargetSpec, option: str, package: str) -> None:
 
 
 def find_missing_backend(packages: str) -> str | None:
-    """Return that `packages` ("one or other") do not run on MPS; None if one of them does."""
+    """Return that `packages` ("one or other") have no kernels for MPS; None if one of them has, or needs none."""
     names = packages.split(" or ")
-    return f"{packages} {'does' if len(names) == 1 else 'do'} not run on MPS" if {*names} <= {*_WITHOUT_MPS} else None
+    return (
+        f"{packages} {'has' if len(names) == 1 else 'have'} no kernels for MPS" if {*names} <= {*_WITHOUT_MPS} else None
+    )
 
 
 def check_package(feature: str, *alternatives: str) -> None:

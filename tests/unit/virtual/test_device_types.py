@@ -1,6 +1,7 @@
 """Programs that name "mps" or "xpu", on the virtual GPU of such a machine; their bytes are worked out by hand."""
 
 import dataclasses
+import importlib.util
 import pickle
 import traceback
 
@@ -250,6 +251,14 @@ def test_attention_without_gradients_on_mps():
         assert torch.mps.current_allocated_memory() == 2 * 4 * 512 * 64 * 2  # the scores are free again
     sizes = [storage.num_bytes for storage in gpu.trace.storages if storage.num_bytes > 4 * 512 * 64 * 4]
     assert sizes == [4 * 512 * 512 * 2]
+
+
+@pytest.mark.parametrize(("machine", "is_found"), [("m1-8gb", False), ("arc-b580", False), ("h100", True)])
+def test_packages_of_kernels_for_cuda_are_stubbed_for_cuda_alone(machine, is_found):
+    assert importlib.util.find_spec("xformers") is None
+    importlib.import_module("bitsandbytes")  # whose kernels for CUDA are for "cuda" alone
+    with memprof.virtual_gpu(machine):
+        assert (importlib.util.find_spec("xformers") is not None) is is_found
 
 
 def test_nothing_stays_after_a_run():
