@@ -34,6 +34,13 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     index: int
 
 
+# aten/src/ATen/mps/EmptyTensor.cpp: raised for tensors that are made, converted or moved.
+_NO_FLOAT64 = (
+    "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. Please use float32 "
+    "instead."
+)
+
+
 class StorageTable:
     """Table of live storages; reports each allocation and free to the writer."""
 
@@ -140,8 +147,11 @@ class StorageTable:
         """Record the allocation of `storage`, and its free once the last reference is gone; return its index.
 
         `shape` and `dtype` are those of the storage's first tensor; `device` is the device that the program sees.
-        Raises torch's error (OUT_OF_MEMORY_ERRORS in failure.py) if the storage does not fit the GPU.
+        Raises torch's error (OUT_OF_MEMORY_ERRORS in failure.py) if the storage does not fit the GPU; TypeError if it
+        is of a dtype that the GPU has not.
         """
+        if dtype is torch.float64 and device.startswith("mps"):
+            raise TypeError(_NO_FLOAT64)
         index = self._append_allocation(storage.nbytes(), shape, dtype, device, op, place, False)
         if self.on_allocate is not None:
             self.on_allocate(index)

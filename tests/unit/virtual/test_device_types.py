@@ -82,6 +82,24 @@ def test_other_devices_raise_what_torch_says(device, other):
             make()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, dtype=torch.float64, device="mps"),
+        lambda: torch.zeros(3, dtype=torch.float64).to("mps"),
+        lambda: torch.zeros(3, device="mps").double(),
+        lambda: torch.nn.Linear(2, 2).double().to("mps"),
+    ],
+)
+def test_metal_has_no_float64(make):
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        with pytest.raises(TypeError, match="the MPS framework doesn't support float64"):
+            make()
+        assert torch.zeros(3, device="mps").cpu().double().dtype == torch.float64
+        assert torch.mps.current_allocated_memory() == 0
+    assert gpu.trace.failure is None
+
+
 def test_bytes_on_mps_are_those_of_buffers_and_heaps():
     with memprof.virtual_gpu("m4-max-64gb"):
         assert torch.mps.recommended_max_memory() == 48 * GIB
