@@ -257,7 +257,8 @@ def _build_error(reason: EndReason, exit_code: int, failure: Failure | None = No
         reason,
         (
             f"the script ended with exit code {exit_code}",
-            "have it move its model to 'cuda'; a process that it starts, or leaves behind as a daemon, is not seen",
+            "have it move its model to the GPU: 'cuda', or 'mps' with --gpu m4-max-64gb, 'xpu' with --gpu arc-b580; a "
+            "process that it starts, or leaves behind as a daemon, is not seen",
         ),
     )
     return MemprofError(problem, value=ending, hint=hint)
