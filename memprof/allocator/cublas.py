@@ -11,10 +11,18 @@ from memprof.units import KIB, MIB
 
 WORKSPACE = "cublas workspace"  # names in a trace
 LT_WORKSPACE = "cublaslt workspace"
+_HIP_CONFIGS = ("CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG")  # the first counts
 # The operators that cuBLAS runs.
 PRODUCTS = (
     "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "addbmm_", "mv", "addmv", "addmv_", "dot", "vdot",
 )  # fmt: skip
+
+
+def _read_config(default: int, *variables: str) -> int:
+    """Return the size in bytes that the first of these environment variables sets, else `default`."""
+    config = next((os.environ[name] for name in variables if name in os.environ), "")
+    pairs = re.findall(r":(\d+):(\d+)", config)
+    return sum(int(size) * int(count) for size, count in pairs) * KIB if pairs else default
 
 
 @dataclass(frozen=True)
@@ -31,14 +39,19 @@ class CublasWorkspace:
     is_lt_permanent: bool  # the same of cuBLASLt's; without, a product takes and releases it
 
     @classmethod
-    def for_gpu(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
-        """Return the workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
+    def for_gpu(
+        cls, compute_capability: tuple[int, int], torch_version: tuple[int, int], gcn_arch: str = ""
+    ) -> CublasWorkspace:
+        """Return the workspace of a GPU under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size. On an AMD
+        GPU, which has a `gcn_arch`, those of hipBLAS and hipBLASLt."""
+        if gcn_arch:
+            default = (128 if gcn_arch.startswith(("gfx94", "gfx95")) else 32) * MIB
+            num_bytes = _read_config(default, *_HIP_CONFIGS)
+            return cls(num_bytes, lt_num_bytes=76 * MIB, is_permanent=True, is_lt_permanent=True)
         major = compute_capability[0]
         is_large = major == 9 or (major in (10, 12) and Change.BLACKWELL_WORKSPACE.is_in(torch_version))
-        num_bytes = 4096 * 8 * KIB if is_large else (4096 * 2 + 16 * 8) * KIB
-        pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        if pairs:
-            num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+        default = 4096 * 8 * KIB if is_large else (4096 * 2 + 16 * 8) * KIB
+        num_bytes = _read_config(default, _HIP_CONFIGS[0])
         is_kept = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
         return cls(
             num_bytes,

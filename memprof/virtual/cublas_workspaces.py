@@ -22,7 +22,10 @@ class CublasWorkspaces:
     def allocate_once(self, device_state: DeviceState, operator: OpInfo, args: Any, site: CallSite, gpu: str) -> None:
         """Allocate the workspace of a matrix product on `gpu`, unless the current handle and stream have one."""
         if self._size is None:
-            self._size = CublasWorkspace.for_gpu(device_state.gpu.compute_capability, device_state.gpu.release)
+            gpu_properties = device_state.gpu
+            self._size = CublasWorkspace.for_gpu(
+                gpu_properties.compute_capability, gpu_properties.release, gpu_properties.gcn_arch
+            )
         if not self._size.is_permanent:
             device_state.allocate_transients([self._size.num_bytes], operator.name, site, gpu)
             return

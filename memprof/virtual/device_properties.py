@@ -36,13 +36,14 @@ class DeviceProperties:
     threads_per_sm: int
     release: tuple[int, int]
     device_type: str = "cuda"
+    gcn_arch: str = ""  # of AMD's GPUs
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, release: tuple[int, int] | None = None) -> DeviceProperties:
         """Return the properties of `gpu` under a torch release (None: the installed one)."""
         capability = gpu.compute_capability
         threads = max_threads_per_sm(capability, gpu.gcn_arch)
-        return cls(capability, gpu.num_sms, threads, release or torch_release(), gpu.device_type)
+        return cls(capability, gpu.num_sms, threads, release or torch_release(), gpu.device_type, gpu.gcn_arch)
 
     @property
     def cudnn_version(self) -> int:

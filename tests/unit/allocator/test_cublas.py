@@ -32,6 +32,19 @@ def test_the_workspace_that_was_recorded(
     assert CublasWorkspace.for_gpu(capability, release) == expected
 
 
+@pytest.mark.parametrize(
+    ("gcn_arch", "mib"),
+    [("gfx942:sramecc+:xnack-", 128), ("gfx950:sramecc+:xnack-", 128), ("gfx90a", 32), ("gfx1100", 32)],
+)
+def test_rocm_has_workspaces_of_its_own(monkeypatch, gcn_arch, mib):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    expected = CublasWorkspace(mib * MIB, 76 * MIB, True, True)
+    assert CublasWorkspace.for_gpu((9, 0), (2, 13), gcn_arch) == expected
+    monkeypatch.setenv("HIPBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert CublasWorkspace.for_gpu((9, 0), (2, 13), gcn_arch).num_bytes == 0
+
+
 def test_environment_variables_set_its_size_and_keep_it(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
