@@ -220,7 +220,8 @@ def _render_top_stages(document: Report) -> RenderableType:
     table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
     for i in top:
         row = rows[i]
-        name, fit = format_stage(row, document.device.usable_bytes, unit, is_peak=i == peak_index)
+        usable, resident = document.device.usable_bytes, document.device.resident_bytes
+        name, fit = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
     omitted = len(with_tensors) - len(top)

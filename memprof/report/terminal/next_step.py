@@ -156,7 +156,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
                 what = "that line" if any(fix.source for fix in fixes) else "that"
                 return f"whether it fits once {what} is changed", run()
             suggested = _list_suggested_fixes(document)
-            if not suggested.isdisjoint(script_fix_names()):
+            if document.paged_bytes or not suggested.isdisjoint(script_fix_names()):
                 return "the fixes that make it fit at the least cost", run("--fix", "auto")
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.fits_in_memory is False:

@@ -41,7 +41,8 @@ def render_stages(document: Report) -> RenderableType:
     rows = fold_stages(document)
     peak_index = find_peak_row(document, rows)
     for i, row in enumerate(rows):
-        name, verdict = format_stage(row, usable, unit, is_peak=i == peak_index)
+        resident = document.device.resident_bytes
+        name, verdict = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
         held_bytes = row.resident_bytes if on_cpu else row.peak_reserved_bytes
         sizes = (held_bytes, *(getattr(row, attribute) for attribute in gpu_columns.values()))
         table.add_row(
@@ -66,12 +67,15 @@ def render_stages(document: Report) -> RenderableType:
     return Group(table, dim(note), *describe_gpu_differences(document))
 
 
-def format_stage(row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_peak: bool) -> tuple[Text, Text]:
-    """Return the name of a row, and whether it fits `usable_bytes`.
+def format_stage(
+    row: ShownStage, usable_bytes: int | None, unit: Unit, *, is_peak: bool, resident_bytes: int | None = None
+) -> tuple[Text, Text]:
+    """Return the name of a row, and whether it fits `usable_bytes`; above `resident_bytes` it pages.
 
     The name has the number of stages and repetitions in the row, and a mark at the peak of the run.
     """
-    fit = Text("fits")
+    pages = resident_bytes is not None and row.peak_allocated_bytes > resident_bytes
+    fit = Text("pages", style="yellow") if pages else Text("fits")
     if row.oom or (usable_bytes is not None and row.peak_allocated_bytes > usable_bytes):
         fit = Text("out of memory" if row.oom else "does not fit", style="red")
     name = Text(describe_name(row.name))

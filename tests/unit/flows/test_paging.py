@@ -27,6 +27,12 @@ def test_the_largest_batch_does_not_page():
     assert "6 needs 6.00 GiB and pages" in " ".join(str(report).split())
 
 
+def test_the_screen_of_a_run_that_pages_says_where():
+    lines = [" ".join(line.split()) for line in str(run_gib(6)[1]).splitlines()]
+    assert lines[0].startswith("Fits, but pages: needs 6.00 GiB")
+    assert any("<- peak" in line and line.endswith("pages") for line in lines)
+
+
 def test_a_run_would_page_up_to_the_limit_of_the_allocator():
     mac = make_device_facts(find_gpu("m1-8gb"))
     assert [mac.would_page(size * GIB) for size in (8, 9, 10)] == [True, True, False]
