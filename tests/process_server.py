@@ -3,15 +3,14 @@
     python -m tests.process_server [LIBRARY...]
 
 A request is a line of JSON on stdin: arguments as for `python`, environment, folder, files for stdout and stderr,
-seconds. The process ends as any process does: threads are waited for, what the program made is let go of, buffers are
-written. The libraries alone stay as they are: to take them down took longer than most programs. The answer on stdout is
-a line of JSON as well: exit code, seconds of the processor, most bytes of memory.
+seconds. At a process's end, threads are waited for, exit handlers called and buffers written. Its modules and objects
+are not taken down, which would copy most of the memory that it shares with this process. The answer on stdout is a line
+of JSON as well: exit code, seconds of the processor, most bytes of memory.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -21,8 +20,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
-from typing import Any
+import weakref
+from typing import Any, NoReturn
 
 # And what memprof and typer would import in nearly every program, later.
 LIBRARIES = (
@@ -30,8 +31,7 @@ LIBRARIES = (
     "memprof.cli.run", "memprof.findings.rules", "memprof.flows.local_gpu", "memprof.flows.script",
     "memprof.report.terminal.report", "memprof.script.capture",
 )  # fmt: skip
-_TAKEN_DOWN = ("sys", "builtins", "__main__", "memprof")
-_C = ctypes.CDLL(None)
+_end_process = os._exit  # memprof watches the one of os
 
 
 def run(request: dict[str, Any]) -> None:
@@ -74,17 +74,28 @@ def wait(process: int, seconds: float) -> dict[str, float]:
         time.sleep(0.02)
 
 
-def keep_libraries(kept: dict[str, Any]) -> None:
-    """Python's end lets go of modules that it finds in `sys.modules`: there, `kept` ones are no more."""
-    _C.fflush(None)
-    for name, module in kept.items():
-        if name.partition(".")[0] not in _TAKEN_DOWN and sys.modules.get(name) is module:
-            sys.modules[name] = None  # type: ignore[assignment]
+def run_and_end(request: dict[str, Any]) -> NoReturn:
+    """`run`, and what Python does at the end of a program, see above."""
+    code: Any = 0
+    try:
+        run(request)
+    except SystemExit as stopped:
+        code = stopped.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream and not stream.closed:
+            stream.flush()
+    _end_process(code & 0xFF)
 
 
 def main() -> None:
-    kept: dict[str, Any] = {}
-    atexit.register(keep_libraries, kept)  # the first of these functions is the last to be called
     logging.disable(logging.WARNING)
     for name in sys.argv[1:] or LIBRARIES:
         if "._" not in name or importlib.util.find_spec(name):  # not every release has what is its own
@@ -92,19 +103,15 @@ def main() -> None:
     logging.disable(logging.NOTSET)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # a process that forks has one
-    kept |= sys.modules
-    for module in kept.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-    if hasattr(_C, "on_exit"):  # glibc: the destructors of libraries' own C++ objects are left out, too
-        _C.on_exit(_C._exit, None)
+    for library in weakref.finalize._registry:  # type: ignore[attr-defined]
+        library.atexit = False  # torch's operators would be unregistered one by one
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         process = os.fork()
         if not process:
-            run(request)
-            break
+            run_and_end(request)
         print(json.dumps(wait(process, request["seconds"])), flush=True)
 
 
