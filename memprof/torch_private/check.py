@@ -20,6 +20,8 @@ def list_expected_names() -> list[PrivateName]:
     missing_builds = set()
     if torch.version.cuda is None:
         missing_builds.add("CUDA")
+    if not torch.cuda.is_initialized():
+        missing_builds.add("CUDA, once initialized")
     if not torch.distributed.is_available():
         missing_builds.add("distributed")
     return [name for name in PRIVATE_NAMES if name.build not in missing_builds]
