@@ -46,7 +46,7 @@ test: $(VENV)/.stamp-dev
 day-tests: $(VENV)/.stamp-dev
 	$(PYTEST)
 
-nightly: $(VENV)/.stamp-dev
+nightly: $(VENV)/.stamp-nightly
 	$(PYTEST) --lane nightly -m "nightly or hypothesis"
 
 lint: $(VENV)/.stamp-dev
@@ -123,4 +123,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 $(VENV)/.stamp-dev: $(VENV)/.stamp
 	@echo "Installing what the tests and linters need into $(VENV), once."
 	@$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-nightly: $(VENV)/.stamp-dev
+	@echo "Installing what only the tests of the night need into $(VENV), once."
+	@$(PIP) install -q -c constraints.txt -e '.[nightly]'
 	@touch $@

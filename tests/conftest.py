@@ -24,7 +24,17 @@ if _workers:
 
 # A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores.
 os.environ.update({"MEMPROF_CACHE": "off", "MEMPROF_PROCESSES": "1"})
-for _name in ("COLUMNS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # a worker of pytest has the terminal's
+# A worker of pytest has the terminal's, or those of a job; with three of these typer writes colors into files.
+for _name in (
+    "COLUMNS",
+    "FORCE_COLOR",
+    "GITHUB_ACTIONS",
+    "GITHUB_STEP_SUMMARY",
+    "NO_COLOR",
+    "PY_COLORS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+):
     os.environ.pop(_name, None)
 
 _TESTS = Path(__file__).resolve().parent

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 
+from memprof.torch_private.cuda import initialized
 from memprof.torch_private.names import PRIVATE_NAMES, PrivateName, make_missing_error
 
 for _file in pkgutil.iter_modules([os.path.dirname(__file__)]):  # importing a file registers its names
@@ -20,6 +21,8 @@ def list_expected_names() -> list[PrivateName]:
     missing_builds = set()
     if torch.version.cuda is None:
         missing_builds.add("CUDA")
+    if not initialized.get(False):
+        missing_builds.add("CUDA, once initialized")
     if not torch.distributed.is_available():
         missing_builds.add("distributed")
     return [name for name in PRIVATE_NAMES if name.build not in missing_builds]

@@ -51,7 +51,7 @@ maybe_exchange_device_of_torch = _replaceable_name("torch.cuda:_maybe_exchange_d
 is_compiled = _replaceable_name("torch.cuda:_is_compiled")
 initialized = _replaceable_name("torch.cuda:_initialized")
 cached_device_count = _replaceable_name("torch.cuda:_cached_device_count")
-get_device_properties = _cuda_name("torch.cuda:_get_device_properties")
+get_device_properties = _replaceable_name("torch.cuda:_get_device_properties", build="CUDA, once initialized")
 compile_kernel = _replaceable_name("torch.cuda:_compile_kernel")
 nvtx = _replaceable_name("torch.cuda.nvtx:_nvtx")
 

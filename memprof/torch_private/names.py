@@ -20,7 +20,8 @@ class PrivateName:
         fallback: memprof's behaviour where torch lacks the name. Empty: memprof refuses that torch; then `path` is in a
             module that `import torch` imports, or that every watched program needs.
         since: the first release with the name; empty: all releases that memprof supports.
-        build: "CUDA" or "distributed": only a torch built with that has the name.
+        build: "CUDA" or "distributed": only a torch built with that has the name; "CUDA, once initialized": and only
+            after the first use of a GPU.
     """
 
     def __init__(self, path: str, *, fallback: str = "", since: str = "", build: str = "") -> None:

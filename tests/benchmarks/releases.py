@@ -2,6 +2,7 @@
 
     make matrix                                           # before a release: every pair of RELEASES
     python -m tests.benchmarks.releases 2.8.0/4.57.6      # one pair; the rows of others stay
+    python -m tests.benchmarks.releases 2.13.0/5.23.0@python3.13    # the same with another Python
     python -m tests.benchmarks.releases --python PATH     # in an environment that is there, with what it has
 
 Each pair gets an environment of its own in a temporary folder, which goes when its tests have ended: 1 GB with torch
@@ -14,10 +15,10 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -26,8 +27,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "releases.md"
 
-# torch/transformers; nothing: the newest. The first is the oldest of each that pyproject.toml admits.
-RELEASES = ("2.8.0/4.57.6", "2.11.0/5.17.0", "2.13.0/5.23.0", "/")
+# torch/transformers, and behind @ a Python other than this one. Nothing: the newest. The first is the oldest of each
+# that pyproject.toml admits.
+RELEASES = (
+    "2.8.0/4.57.6", "2.11.0/5.17.0", "2.13.0/5.23.0", "2.13.0/5.23.0@python3.12", "2.13.0/5.23.0@python3.13",
+    "2.13.0/5.23.0@python3.14", "/",
+)  # fmt: skip
 TESTS = (
     "tests/unit/virtual/kernels",
     "tests/unit/virtual/interchange/test_checkpoints.py",
@@ -51,10 +56,10 @@ _HEADER = """\
 # Releases of torch and transformers
 
 `make matrix`, before a release of memprof, runs a part of the tests (operators, checkpoints, autocast, profiles of
-models, scripts, the plugin for pytest) with each of these. All other figures are of the releases in `constraints.txt`.
-What the virtual GPU knows of CUDA's kernels is of torch 2.13; what is known to differ in other releases (workspaces of
-cuBLAS, rules of the allocator) follows the release that is installed. A test of what only one release does is skipped
-with the others.
+models, scripts, the plugin for pytest) with each of these, and with the other Pythons that are installed. All other
+figures are of the releases in `constraints.txt`. What the virtual GPU knows of CUDA's kernels is of torch 2.13; what
+is known to differ in other releases (workspaces of cuBLAS, rules of the allocator) follows the release that is
+installed. A test of what only one release does is skipped with the others.
 
 """
 _TITLES = ("torch", "transformers", "PEFT", "bitsandbytes", "Triton", "Python", "passed", "skipped", "failed")
@@ -71,7 +76,8 @@ print(json.dumps([version(name) for name in sys.argv[1:]] + ["%d.%d" % sys.versi
 
 def install(pair: str, folder: Path) -> Path:
     """A new environment with a pair of releases, and with what the tests need; its Python."""
-    venv.create(folder, with_pip=True)
+    pair, _, interpreter = pair.partition("@")
+    subprocess.run([interpreter or sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     releases = zip(("torch", "transformers"), pair.split("/"), strict=True)
     pinned = [f"{name}=={release}" if release else name for name, release in releases]
@@ -102,8 +108,13 @@ def page(rows: list[list[str]], rest: str = "") -> str:
     def line(cells: list[str] | tuple[str, ...]) -> str:
         return "| " + " | ".join(cell or "none" for cell in cells) + " |"
 
-    ordered = sorted(rows, key=lambda cells: [[int(n) for n in re.findall(r"\d+", cell)][:3] for cell in cells[:2]])
+    ordered = sorted(rows, key=lambda cells: [[int(n) for n in re.findall(r"\d+", cell)][:3] for cell in _key(cells)])
     return _HEADER + "\n".join([line(_TITLES), "|---" * 6 + "|---:" * 3 + "|", *map(line, ordered)]) + "\n" + rest
+
+
+def _key(cells: list[str]) -> list[str]:
+    """The cells for which a row stands: torch, transformers and Python."""
+    return [*cells[:2], cells[len(_LIBRARIES)]]
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -114,16 +125,20 @@ def rows_of(text: str) -> list[list[str]]:
 def main() -> int:
     """Run, and write the page; 1 if a test failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("pairs", nargs="*", default=RELEASES, metavar="TORCH/TRANSFORMERS")
+    parser.add_argument("pairs", nargs="*", default=RELEASES, metavar="TORCH/TRANSFORMERS[@PYTHON]")
     parser.add_argument("--python", type=Path, help="of an environment that is there, instead of new ones")
     options = parser.parse_args()
     all_failed: list[str] = []
     for pair in ("",) if options.python else options.pairs:
+        interpreter = pair.partition("@")[2]
+        if interpreter and not shutil.which(interpreter):
+            print(f"{pair}: there is no {interpreter} here")
+            continue
         with tempfile.TemporaryDirectory(prefix="memprof-releases-") as folder:
             python = options.python or install(pair, Path(folder) / "environment")
             cells, failed = row(python, Path(folder))
         text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-        rows = [one for one in rows_of(text) if one[:2] != cells[:2]]
+        rows = [one for one in rows_of(text) if _key(one) != _key(cells)]
         rest = "".join(text.partition("\n## ")[1:])
         PAGE.write_text(page([*rows, cells], rest), encoding="utf-8")
         print(dict(zip(_TITLES, cells, strict=True)), *failed, sep="\n")

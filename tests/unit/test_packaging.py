@@ -12,6 +12,7 @@ from memprof.installer import DISTRIBUTION
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+NOT_FOR_USERS = {"all", "dev", "nightly"}
 NAMED = re.compile(r"torch-memprof\[([a-z,]+)\]")
 
 
@@ -21,7 +22,7 @@ def _named(text):
 
 def test_errors_ask_for_the_libraries_of_the_extras():
     """By their own names: `pip install 'memprof[html]'` would fetch another program from PyPI."""
-    offered = {line for extra in set(EXTRAS) - {"all", "dev"} for line in EXTRAS[extra]}
+    offered = {line for extra in set(EXTRAS) - NOT_FOR_USERS for line in EXTRAS[extra]}
     assert set(REQUIREMENTS.values()) == offered
     assert all(re.match(r"[a-z]+", requirement)[0] == package for package, requirement in REQUIREMENTS.items())
 
@@ -36,5 +37,5 @@ def test_hints_name_the_distribution():
     assert PROJECT["name"] == DISTRIBUTION
 
 
-def test_all_is_every_extra_but_dev():
-    assert _named(*EXTRAS["all"]) == set(EXTRAS) - {"all", "dev"}
+def test_all_is_every_extra_for_users():
+    assert _named(*EXTRAS["all"]) == set(EXTRAS) - NOT_FOR_USERS

@@ -203,12 +203,15 @@ def _class_of(base: object) -> type:
     return Of
 
 
-def test_a_torch_that_lacks_one_is_refused_where_a_virtual_gpu_is_entered(listed: types.ModuleType):
+def test_a_torch_that_lacks_one_is_refused_where_a_virtual_gpu_is_entered(
+    listed: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     from memprof.device.catalog import find_gpu
     from memprof.virtual.gpu import VirtualGpu
 
     PrivateName("test_private:_optional", fallback="nothing")
     PrivateName("test_private:_of_cuda", build="CUDA")
+    monkeypatch.setattr(torch.version, "cuda", None)
     check.check_required_names()
     PrivateName("test_private:_first")
     PrivateName("test_private:_second")

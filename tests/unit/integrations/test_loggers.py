@@ -1,4 +1,4 @@
-"""A report is read back from what each tool wrote, without a network."""
+"""A report is read back from what each tool wrote, without a network; only `make nightly` installs these tools."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ def report() -> Report:
     return gpu.report()
 
 
+def test_values_are_in_gib_and_by_name(report: Report) -> None:
+    values = loggers.collect_values(report)
+    assert values["memprof/fits"] == 1
+    assert values["memprof/peak_gib"] * GIB == report.peak.allocated_bytes
+    assert values["memprof/at_peak_gib/parameters"] * GIB == (1024 * 1024 + 1024) * 4
+
+
+@pytest.mark.nightly
 def test_tensorboard(report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="only make nightly installs it")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
@@ -44,7 +52,7 @@ def test_tensorboard(report: Report, tmp_path: Path) -> None:
 def test_mlflow(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow", reason="only make nightly installs it")
     mlflow.set_tracking_uri((tmp_path / "store").as_uri())
     with mlflow.start_run() as run:
         loggers.log_to_mlflow(report)
@@ -59,7 +67,7 @@ def test_mlflow(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.nightly
 def test_wandb(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    wandb = pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb", reason="only make nightly installs it")
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.delattr(matplotlib, "pyplot", raising=False)  # as in a program that has drawn nothing
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)

@@ -125,7 +125,7 @@ def test_a_sweep_that_is_killed_is_gone_on_from(tmp_path):
 
 @pytest.fixture
 def cluster():
-    distributed = pytest.importorskip("distributed")
+    distributed = pytest.importorskip("distributed", reason="only make nightly installs it")
     with distributed.LocalCluster(
         n_workers=3, threads_per_worker=1, dashboard_address=None, silence_logs=50
     ) as cluster:
