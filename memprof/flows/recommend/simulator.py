@@ -94,6 +94,7 @@ class Simulator:
 
         def search(task: Callable[[], Result]) -> tuple[Result, _OutcomeByRun, dict[str, str], MemprofError | None]:
             """Run `task` in a worker process; return its result, and the outcomes and errors of its runs."""
+            self.last_error = None  # of the worker's task before
             return task(), self._outcome_by_run, self.error_by_label, self.last_error
 
         results = []
