@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -144,6 +145,7 @@ def _prepare_worker(tasks: Sequence[Callable[[], Any]]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited
+    gc.freeze()  # what the fork has inherited is not traversed after each task
 
 
 def _run_inherited(index: int) -> tuple[Any, set[str]]:
