@@ -195,6 +195,10 @@ def test_a_sweep_is_a_map_with_its_frontier_and_reasons(browser, swept, scheme, 
     assert {"batch size", "context length", "1,024", "4,096"} <= {text for text, *_ in texts}
     for text, left, top, right, bottom in texts:
         assert frame[0] <= left < right <= frame[2] and frame[1] <= top < bottom <= frame[3], text
+    for number in range(browser.run("document.querySelectorAll('.figure').length")):
+        drawn = f"document.querySelectorAll('.figure')[{number}]"
+        titles, ticks = list_boxes(browser, drawn, ".ytitle"), list_boxes(browser, drawn, ".ytick text")
+        assert max(title[3] for title in titles) <= min(tick[1] for tick in ticks), ticks
     for (one, *a), (other, *b) in itertools.combinations(texts, 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, other)
 
