@@ -1,8 +1,8 @@
 """The one way in which memprof works in parallel: worker processes, as an executor of the standard library.
 
-A simulated run uses one core. `WorkerPool` has the workers: those of a sweep, whose cells are sent to them, and those of
-`run_all`, which have its tasks from the fork. Processes that talk to each other (virtual ranks), and programs that are
-to know nothing of this process, are started elsewhere.
+A simulated run uses one core. `WorkerPool` has the workers: those of a sweep, whose cells are sent to them, and those
+of `run_all`, which have its tasks from the fork. Processes that talk to each other (virtual ranks), and programs that
+are to know nothing of this process, are started elsewhere.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def run_sweep(
     """Return the answers to the cells of `grid`.
 
     `exact` runs every cell. Answers are stored in `store`, a folder or an address of fsspec (None: the folder of the
-    cache, if it is on); without `cache` none is taken from there. See `open_workers` for `executor` and `workers`. On Ctrl-C, and if the executor
-    fails for good, the cells that are not answered are left. Raises UsageError: no such executor; a worker has other
-    versions than this process.
+    cache, if it is on); without `cache` none is taken from there. See `open_workers` for `executor` and `workers`. On
+    Ctrl-C, and if the executor or the store fails for good, the cells that are not answered are left. Raises
+    UsageError: no such executor or store; a worker has other versions than this process.
     """
     check_executor(executor)
     begin = time.monotonic()
@@ -90,7 +90,13 @@ class _Sweep:
     """The state of one sweep: answers so far, cells that are open by line, and cells that an executor has."""
 
     def __init__(
-        self, grid: Grid, store: Store | ObjectStore | None, *, exact: bool, reads: bool, progress: Callable[[str], None]
+        self,
+        grid: Grid,
+        store: Store | ObjectStore | None,
+        *,
+        exact: bool,
+        reads: bool,
+        progress: Callable[[str], None],
     ) -> None:
         self._grid, self._store, self._exact, self._reads, self._progress = grid, store, exact, reads, progress
         self._shared = store if isinstance(store, Store) else None  # in which cells are claimed
@@ -217,7 +223,7 @@ class _Sweep:
                 self._note_loss(index)
             self._cancel_decided()
             try:
-                self._store.flush() if self._store is not None else None
+                self._flush()
             except MemprofError as error:
                 return error.line
             if time.monotonic() - renewed > CLAIM_SECONDS / 6:
@@ -345,9 +351,14 @@ class _Sweep:
                     self._take(future)
                 else:
                     future.cancel()
-            self._store.flush() if self._store is not None else None
+            self._flush()
         for index in [*self._claims]:
             self._release(index)
+
+    def _flush(self) -> None:
+        """Write the answers that the store has not yet written."""
+        if self._store is not None:
+            self._store.flush()
 
     def _report(self) -> None:
         """Report how many cells are answered, and the time that the others will take if they go as these went."""

@@ -100,7 +100,9 @@ def _draw_cell_maps(document: Sweep, pair: tuple[int, int], others: Sequence[int
 
 
 def _name_value(axis: SweepAxis, value: str) -> str:
-    """Return a value with the name of its axis, unless the value says that itself: a model, a GPU."""
+    """Return a value with the name of its axis, unless the value says that itself: a model, a GPU, its memory."""
+    if axis.name == "gpu_vram_bytes":
+        return f"{value} GiB"
     return value if axis.name in ("model", "gpu") else f"{format_axis_name(axis)} {format_axis_value(axis, value)}"
 
 
