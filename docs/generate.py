@@ -393,7 +393,7 @@ def main() -> int:
     options = parser.parse_args()
     from docs.schemas import files
     from memprof.cli.main import app
-    from memprof.workload.pool import run_all
+    from memprof.workload.pool import run_all_or_raise
 
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app), **files()}
@@ -404,7 +404,7 @@ def main() -> int:
     pages = pages_with_outputs()
     texts = [wanted.get(page) or page.read_text(encoding="utf-8") for page in pages]
     tasks = [functools.partial(with_outputs, text, slow=options.slow) for text in texts]
-    wanted |= zip(pages, run_all(tasks, print), strict=True)
+    wanted |= zip(pages, run_all_or_raise(tasks, print), strict=True)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         name = page.relative_to(ROOT)

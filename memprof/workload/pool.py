@@ -24,7 +24,6 @@ import torch
 
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
-from memprof.watch.collection import freeze_existing_objects
 
 ENV_VARIABLE = "MEMPROF_PROCESSES"  # maximum number of workers; 1: tasks run in this process
 # Free host memory that each worker needs: a run of a 9B model takes about 0.4 GiB of unshared memory.
@@ -90,6 +89,17 @@ def run_all(
     return [results[index] for index in range(len(tasks))]
 
 
+def run_all_or_raise(
+    tasks: Sequence[Callable[[], _Result]], progress: Callable[[str], None] = lambda doing: None
+) -> list[_Result]:
+    """Return the results of `run_all`; raise the first MemprofError among them."""
+    results: list[Any] = run_all(tasks, progress)
+    for result in results:
+        if isinstance(result, MemprofError):
+            raise result
+    return results
+
+
 class WorkerPool:
     """Worker processes as an executor: forked with all imports of this process where a fork is possible, else started
     anew. `tasks` are those of `_run_inherited`: a fork has them without pickling."""
@@ -152,7 +162,8 @@ def _run_inherited(index: int) -> tuple[Any, set[str]]:
     """Return the result of a task that this worker has from its fork, and the files that are new to it."""
     files_before = loaded_module_files()
     result = _run_task(_inherited_tasks[index])
-    freeze_existing_objects()  # collects reference cycles of the task
+    gc.collect()  # reference cycles of the task
+    gc.freeze()
     return result, loaded_module_files() - files_before
 
 

@@ -80,7 +80,7 @@ def _open_store(store: str | Path | None) -> Store | ObjectStore | None:
     if store is None:
         cache_folder = get_cache_folder()
         return None if cache_folder is None else Store(cache_folder / "sweep", None)
-    opened = open_address(store) if "://" in str(store) else Store(Path(store).expanduser().absolute(), None)
+    opened = open_address(str(store)) if "://" in str(store) else Store(Path(store).expanduser().absolute(), None)
     if isinstance(opened, Store):
         opened.make_folder()
     return opened
