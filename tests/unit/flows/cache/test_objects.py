@@ -14,8 +14,8 @@ KEYS = [f"{number:064x}" for number in range(4)]
 @pytest.fixture
 def address():
     yield "memory://bucket/answers"
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    for path in fsspec.filesystem("memory").find("/bucket"):
+        MemoryFileSystem.store.pop(path)
 
 
 def test_two_writers_put_an_object_for_each_answer(address):
@@ -30,7 +30,8 @@ def test_two_writers_put_an_object_for_each_answer(address):
         KEYS[0]: {"text": "ä", "number": 2**70},
         KEYS[1]: {"list": [None, 1.5]},
     }
-    assert sorted(MemoryFileSystem.store) == [f"/bucket/answers/{key}.answer" for key in KEYS[:2]]
+    names = fsspec.filesystem("memory").ls("/bucket/answers", detail=False)
+    assert sorted(names) == [f"/bucket/answers/{key}.answer" for key in KEYS[:2]]
 
 
 def test_only_listed_objects_are_read_and_damaged_ones_are_none(address, monkeypatch):
