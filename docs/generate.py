@@ -404,7 +404,7 @@ def main() -> int:
     pages = pages_with_outputs()
     texts = [wanted.get(page) or page.read_text(encoding="utf-8") for page in pages]
     tasks = [functools.partial(with_outputs, text, slow=options.slow) for text in texts]
-    wanted |= zip(pages, run_all_or_raise(tasks, print), strict=True)
+    wanted |= zip(pages, run_all_or_raise(tasks, lambda done: print(f"pages: {done}")), strict=True)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         name = page.relative_to(ROOT)
