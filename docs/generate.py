@@ -393,6 +393,7 @@ def main() -> int:
     options = parser.parse_args()
     from docs.schemas import files
     from memprof.cli.main import app
+    from memprof.workload.pool import run_all_or_raise
 
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app), **files()}
@@ -400,8 +401,10 @@ def main() -> int:
     wanted[FIXES_PAGE] = with_table(FIXES_PAGE.read_text(encoding="utf-8"))
     wanted[STUBS_PAGE] = with_stubs(STUBS_PAGE.read_text(encoding="utf-8"))
     wanted[RELEASES_PAGE] = with_private_names(RELEASES_PAGE.read_text(encoding="utf-8"))
-    for page in pages_with_outputs():
-        wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)
+    pages = pages_with_outputs()
+    texts = [wanted.get(page) or page.read_text(encoding="utf-8") for page in pages]
+    tasks = [functools.partial(with_outputs, text, slow=options.slow) for text in texts]
+    wanted |= zip(pages, run_all_or_raise(tasks, lambda done: print(f"pages: {done}")), strict=True)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         name = page.relative_to(ROOT)

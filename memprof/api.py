@@ -353,7 +353,8 @@ def sweep(
         executor: any `concurrent.futures.Executor`, or "dask:ADDRESS" of a scheduler; None: processes of this machine.
         exact: whether to run every cell; False: the analytical estimate and other runs decide what is far from the
             limit.
-        store: folder of answers, which a sweep goes on from; None: below the folder of the cache.
+        store: folder of answers, or an address of fsspec (s3://BUCKET/FOLDER), which a sweep goes on from; None: below
+            the folder of the cache.
         cache: whether to take answers from there.
         workers: number of cells that the executor gets at once; None: by cores and memory, or for another executor as
             many as it has workers, if that is known, else 256.

@@ -55,7 +55,9 @@ class Browser:
         self._buffer, self._number = b"", 0
         self.problems: list[str] = []  # What the console was told of errors and warnings, and exceptions.
         self.asked: list[str] = []  # Addresses that the page asked a network for.
-        target = self._call("Target.getTargets")["targetInfos"][0]["targetId"]
+        # Chromium 156 lists a target of its own before the page.
+        targets = self._call("Target.getTargets")["targetInfos"]
+        target = next(one["targetId"] for one in targets if one["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")

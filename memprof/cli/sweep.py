@@ -118,8 +118,9 @@ class SweepOptions(ExplainOptions, TableOptions, PageOptions):
         None, _RUNNING_PANEL, "Cells that are run at once.", metavar="COUNT", is_count=True,
         unset="by cores and free memory; 1 for a script and code of your own; those of the scheduler",
     )  # fmt: skip
-    store: Path | None = option(
-        None, _RUNNING_PANEL, "The folder of answers, which a sweep goes on from; several may share it.",
+    store: str | None = option(
+        None, _RUNNING_PANEL,
+        "The folder of answers, or its address (s3://BUCKET/FOLDER), which a sweep goes on from; several may share it.",
         metavar="FOLDER", unset="below the cache's",
     )  # fmt: skip
     cache: bool = reuse_option("cache")

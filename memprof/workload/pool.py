@@ -1,24 +1,24 @@
-"""Pool of forked workers for independent tasks.
+"""The one way in which memprof works in parallel: worker processes, as an executor of the standard library.
 
-A simulated run uses one core. Independent runs of a search run in parallel: each worker is forked with all imports of
-this process, and sends back the task's result or error. A task whose worker ends without an answer (out of memory) is
-run again in this process, so that the answers do not depend on the number of workers.
+A simulated run uses one core. `WorkerPool` has the workers: those of a sweep, whose cells are sent to them, and those
+of `run_all`, which have its tasks from the fork. Processes that talk to each other (virtual ranks), and programs that
+are to know nothing of this process, are started elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ BYTES_PER_WORKER = 1 << 30
 _PR_SET_PDEATHSIG = 1
 
 _loaded_by_workers: set[str] = set()
+_inherited_tasks: Sequence[Callable[[], Any]] = ()  # in a worker
 
 _Result = TypeVar("_Result")
 
@@ -56,50 +57,69 @@ def run_all(
 ) -> list[_Result | MemprofError]:
     """Return the result of each of `tasks`, or the MemprofError that the task raises, in the order of `tasks`.
 
-    Results must be picklable. A task runs in a worker process, or in this one if the worker ends without a result;
-    other side effects stay in that process. `progress` gets messages from "0 of 8 done" on.
+    Results must be picklable. Tasks run in worker processes, and their side effects stay there; with fewer than two
+    workers, in this process. The tasks that a killed worker leaves behind are run again one at a time, and one whose
+    worker is killed again has a MemprofError. `progress` gets messages from "0 of 8 done" on.
     """
     max_workers = min(count_workers(), len(tasks))
     if max_workers < 2:
         return [_run_task(task) for task in tasks]
     results: dict[int, Any] = {}
-    running: dict[Connection, tuple[int, Any]] = {}
-    pending = list(enumerate(tasks))
-    progress(f"0 of {len(tasks)} done")
+
+    def take(future: Future[Any], index: int) -> None:
+        results[index], files = future.result()
+        _loaded_by_workers.update(files)
+        progress(f"{len(results)} of {len(tasks)} done")
+
+    pool = WorkerPool(max_workers, tasks)
     try:
-        while pending or running:
-            while pending and len(running) < max_workers:
-                index, task = pending.pop(0)
-                connection, worker = _start_worker(task)
-                running[connection] = index, worker
-            for connection in cast(list[Connection], wait([*running])):
-                index, worker = running.pop(connection)
-                with connection, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-                    results[index], files = connection.recv()
-                    _loaded_by_workers.update(files)
-                worker.join()
-                progress(f"{len(tasks) - len(pending) - len(running)} of {len(tasks)} done")
+        progress(f"0 of {len(tasks)} done")
+        futures = {pool.executor.submit(_run_inherited, index): index for index in range(len(tasks))}
+        for future in as_completed(futures):
+            with contextlib.suppress(BrokenProcessPool):  # the end of one worker is that of all
+                take(future, futures[future])
+        for index in sorted({*futures.values()} - results.keys()):
+            try:
+                take(pool.restart().submit(_run_inherited, index), index)
+            except BrokenProcessPool:
+                hint = f"the kernel kills processes when host memory runs out: free some, or set {ENV_VARIABLE}=1"
+                results[index] = MemprofError("a worker process ended without a result, twice", hint=hint)
     finally:
-        for connection, (_, worker) in running.items():
-            worker.kill()
-            worker.join()
-            connection.close()
-    return [results[index] if index in results else _run_task(task) for index, task in enumerate(tasks)]
+        pool.kill()
+    return [results[index] for index in range(len(tasks))]
+
+
+def run_all_or_raise(
+    tasks: Sequence[Callable[[], _Result]], progress: Callable[[str], None] = lambda doing: None
+) -> list[_Result]:
+    """Return the results of `run_all`; raise the first MemprofError among them."""
+    results: list[Any] = run_all(tasks, progress)
+    for result in results:
+        if isinstance(result, MemprofError):
+            raise result
+    return results
 
 
 class WorkerPool:
-    """Worker processes for tasks that can be pickled, as an executor: forked with all imports of this process where a
-    fork is possible, else started anew."""
+    """Worker processes as an executor: forked with all imports of this process where a fork is possible, else started
+    anew. `tasks` are those of `_run_inherited`: a fork has them without pickling."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, tasks: Sequence[Callable[[], Any]] = ()) -> None:
         self.num_workers = num_workers
+        self._tasks = tasks
         self._earlier = set(multiprocessing.active_children())
         self.executor = self._start()
 
     def _start(self) -> ProcessPoolExecutor:
         can_fork = sys.platform == "linux" and not torch.cuda.device_count()
         context = multiprocessing.get_context("fork" if can_fork else "spawn")
-        return ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=_prepare_pool_worker)
+        executor = ProcessPoolExecutor(
+            self.num_workers, mp_context=context, initializer=_prepare_worker, initargs=(self._tasks,)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
+            executor.submit(int)  # forks all workers
+        return executor
 
     def restart(self) -> ProcessPoolExecutor:
         """Replace the executor, which is broken if one of its processes was killed, by a new one; return it."""
@@ -124,35 +144,27 @@ def loaded_module_files() -> set[str]:
     return _loaded_by_workers.union(file for file in files if isinstance(file, str))
 
 
-def _start_worker(task: Callable[[], Any]) -> tuple[Connection, Any]:
-    receiver, sender = Pipe(duplex=False)
-    worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(task, sender))
-    with sender, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
-        worker.start()
-    return receiver, worker
-
-
-def _run_worker(task: Callable[[], Any], connection: Connection) -> None:
-    """Run `task` in a forked worker and send its result; the worker ends with its parent, and silently on Ctrl-C."""
-    _prepare_worker()
-    files_before = loaded_module_files()
-    with contextlib.suppress(Exception):  # the work is done again, and raises it, in the process that requested it
-        connection.send((_run_task(task), loaded_module_files() - files_before))
-
-
-def _prepare_pool_worker() -> None:
-    """Prepare a worker of a pool; it leads a process group, which Ctrl-C in a terminal does not reach."""
+def _prepare_worker(tasks: Sequence[Callable[[], Any]]) -> None:
+    """Prepare a worker: it ends with its parent, and leads a process group, which Ctrl-C in a terminal does not
+    reach."""
+    global _inherited_tasks
+    _inherited_tasks = tasks
     if sys.platform != "win32":
         os.setpgid(0, 0)
-    _prepare_worker()
-
-
-def _prepare_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)  # a pool of threads is not inherited
+    gc.freeze()  # what the fork has inherited is not traversed after each task
+
+
+def _run_inherited(index: int) -> tuple[Any, set[str]]:
+    """Return the result of a task that this worker has from its fork, and the files that are new to it."""
+    files_before = loaded_module_files()
+    result = _run_task(_inherited_tasks[index])
+    gc.collect()  # reference cycles of the task
+    gc.freeze()
+    return result, loaded_module_files() - files_before
 
 
 def _run_task(task: Callable[[], _Result]) -> _Result | MemprofError:

@@ -1,4 +1,4 @@
-"""`--html FILE` of compare, analyze and recommend: the pages in a real browser, and their figures beside the JSON."""
+"""`--html FILE` of compare, analyze, recommend and sweep: pages in a real browser, their figures beside the JSON."""
 
 from __future__ import annotations
 
@@ -64,6 +64,13 @@ def analyzed(folder) -> Made:
 @pytest.fixture(scope="module")
 def recommended(folder) -> Made:
     return ask(folder, "recommend", *MODEL, *INFERENCE)
+
+
+@pytest.fixture(scope="module")
+def swept(folder) -> Made:
+    """The estimate answers this, so that nothing is run; the second batch fits one of the GPUs, the third none."""
+    axes = ("--context-length", "1024,4096", "--batch-size", "1,4,4096", "--gpu", "rtx-4090,h200")
+    return ask(folder, "sweep", "--model", "pythia-410m,qwen3-0.6b", *axes)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +155,59 @@ def test_what_was_run_and_what_it_costs(browser, recommended):
     assert len(browser.run(bars)) == min(len(found), 24)
 
 
+def list_boxes(browser: Browser, figure: str, selector: str) -> list[tuple[str, float, float, float, float]]:
+    """Text, left, top, right and bottom of each element of a figure."""
+    box = "(box => [one.textContent, box.left, box.top, box.right, box.bottom])(one.getBoundingClientRect())"
+    return browser.run(f"[...{figure}.querySelectorAll({json.dumps(selector)})].map(one => {box})")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("scheme", "width"), [*itertools.product(["light", "dark"], [520, 1280])])
+def test_a_sweep_is_a_map_with_its_frontier_and_reasons(browser, swept, scheme, width):
+    browser.open(swept.page, width=width, scheme=scheme)
+    title = "qwen3-0.6b, h200"
+    rows = [row["answer"] for row in swept.answer["rows"] if row["values"][:2] == ["qwen3-0.6b", "h200"]]
+    figure = f"{section(browser, title)}.querySelector('.figure')"
+    browser.run(f"{figure}.scrollIntoView()")
+    assert browser.run(f"{figure}.data[0].z.flat().map(one => one > 1)") == [not row["fits"] for row in rows]
+    assert True in [row["fits"] for row in rows] and False in [row["fits"] for row in rows]
+    # A cell has its colour, its need and, under the mouse, its reason.
+    assert len(list_boxes(browser, figure, ".heatmaplayer .hm image, .heatmaplayer image")) == 1
+    cells = list_boxes(browser, figure, ".heatmap-label text")
+    assert len(cells) == len(rows)
+    assert [float(text.lstrip("~<=> ").replace(",", "")) for text, *_ in cells] == [
+        pytest.approx(row["needed_bytes"] / 2**30, abs=0.006) for row in rows
+    ]
+    _, left, top, right, bottom = cells[0]
+    browser.move((left + right) / 2, (top + bottom) / 2)
+    browser.wait(f"{figure}.querySelector('.hoverlayer .hovertext') !== null")
+    hover = browser.run(f"{figure}.querySelector('.hoverlayer').textContent")
+    assert "context length 1,024, batch size 1" in hover and "fits" in hover and rows[0]["reason"][:40] in hover
+    # The frontier runs between what fits and what does not, and is seen on both.
+    lines = list_boxes(browser, figure, ".shapelayer path")
+    assert (
+        lines
+        and browser.run(f"getComputedStyle({figure}.querySelector('.shapelayer path')).stroke") == "rgb(20, 24, 28)"
+    )
+    # Nothing is cut off, and no word lies on another.
+    ((_, *frame),) = list_boxes(browser, figure, ".main-svg")[:1]
+    texts = list_boxes(browser, figure, ".ytick text, .xtick text, .ytitle, .xtitle, .heatmap-label text")
+    assert {"batch size", "context length", "1,024", "4,096"} <= {text for text, *_ in texts}
+    for text, left, top, right, bottom in texts:
+        assert frame[0] <= left < right <= frame[2] and frame[1] <= top < bottom <= frame[3], text
+    for number in range(browser.run("document.querySelectorAll('.figure').length")):
+        drawn = f"document.querySelectorAll('.figure')[{number}]"
+        titles, ticks = list_boxes(browser, drawn, ".ytitle"), list_boxes(browser, drawn, ".ytick text")
+        assert max(title[3] for title in titles) <= min(tick[1] for tick in ticks), ticks
+    for (one, *a), (other, *b) in itertools.combinations(texts, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, other)
+
+
 @pytest.mark.parametrize(
     ("scheme", "width"), by_day([*itertools.product(["light", "dark"], [400, 1280])], ("light", 400))
 )
-def test_no_page_is_wider_than_its_window(browser, compared, analyzed, recommended, width, scheme):
-    for made in (compared, analyzed, recommended):
+def test_no_page_is_wider_than_its_window(browser, compared, analyzed, recommended, swept, width, scheme):
+    for made in (compared, analyzed, recommended, swept):
         browser.open(made.page, width=width, scheme=scheme)
         assert browser.run("document.documentElement.scrollWidth") == width
         assert browser.run("document.documentElement.dataset.theme") == scheme

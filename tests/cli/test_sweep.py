@@ -33,6 +33,14 @@ def test_a_sweep_in_all_forms(tmp_path):
     ("words", "said"),
     [
         (("--model", "gpt2", "--batch-size", "1,x"), "--batch-size: not a whole number"),
+        (("--model", "gpt2", "--batch-size", "1,,2"), "an axis has an empty value: batch_size"),
+        (("--model", "gpt2", "--batch-size", "nan"), "--batch-size: not a whole number"),
+        (("--model", "gpt2", "--batch-size=-1,2"), "--batch-size must be at least 1"),
+        (("--model", "gpt2", "--gpu", "t4,nosuch"), "unknown GPU"),
+        (("--model", "gpt2", "--batch-size", ",".join(map(str, range(1, 200_002)))), "the sweep has too many cells"),
+        (("--model", "gpt2", "--workers", "0"), "--workers must be at least 1"),
+        (("--config", "date.yaml"), "batch-size has no value that an option has"),
+        (("--model", "gpt2", "--store", "nosuch://bucket"), "no such address"),
         (("--model", "gpt2", "--executor", "ray:1", "--batch-size", "4096"), "no such executor"),
         (("--model", "gpt2", "--no-stubs"), "--no-stubs is for a script"),
         (("sweep.yaml",), "this is no script"),
@@ -47,6 +55,7 @@ def test_a_sweep_in_all_forms(tmp_path):
 def test_wrong_uses(memprof, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print()")
+    (tmp_path / "date.yaml").write_text("model: gpt2\nbatch-size: 2024-01-01\n")
     result = memprof("sweep", *words)
     assert result.exit_code == 2 and said in result.stderr, result.stderr
 

@@ -16,17 +16,19 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from memprof.errors import UsageError
 
 CACHE_VARIABLE = "MEMPROF_CACHE"  # path of the cache folder; `off` disables the cache
 MAX_CACHE_BYTES = 32 << 20  # of all files; the least recently used goes first; a result has about 20 KiB
 _MAX_FILE_BYTES = MAX_CACHE_BYTES // 8  # bytes of one file
 _MAX_UNPACKED_BYTES = 32 * _MAX_FILE_BYTES  # bytes of one file, decompressed
 _HEADER_PREFIX = b"memprof answer 1 "
-_SUFFIX = ".answer"
+SUFFIX = ".answer"
 _CACHE_FILE = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # a result, or a file that is being written
 CLAIM_SECONDS = 60  # a claim that is older, and not renewed, is one of a process that has ended
 _STALE_SECONDS = 3600  # a temporary file of this age was abandoned
@@ -70,6 +72,18 @@ class Store:
         self.folder = folder
         self.max_bytes = max_bytes
 
+    def make_folder(self) -> None:
+        """Make the folder if there is none; raise UsageError if that, or writing to it, is not possible."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError("this is a file, not a folder for answers", value=self.folder, hint="name a folder")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            problem = f"the folder for answers cannot be written to: {error.strerror}"
+            raise UsageError(problem, value=self.folder, hint="name another folder") from None
+
     def find(self, key: str) -> dict[str, Any] | None:
         """Return the value cached under `key`; None if the file is missing or damaged."""
         path = self._get_path(key)
@@ -78,6 +92,10 @@ class Store:
             with contextlib.suppress(OSError):
                 os.utime(path)
         return value
+
+    def find_all(self, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the values of those of `keys` that are cached."""
+        return {key: value for key in keys if (value := self.find(key)) is not None}
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """Return the value in a file of the folder; None if the file is damaged or cannot be read."""
@@ -88,26 +106,17 @@ class Store:
                 data = file.read(_MAX_FILE_BYTES + 1)
         except OSError:
             return None
-        header, _, payload = data.partition(b"\n")
-        if len(data) > _MAX_FILE_BYTES or header != _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode():
-            return None
-        try:
-            json_bytes = zlib.decompressobj().decompress(payload, _MAX_UNPACKED_BYTES)
-            value = json.loads(json_bytes)
-        except (zlib.error, ValueError, RecursionError):
-            return None
-        return value if isinstance(value, dict) else None
+        return decode(data)
 
     def save(self, key: str, value: dict[str, Any]) -> bool:
         """Cache a `value` of plain JSON under `key` (64 hexadecimal digits); return whether it was written."""
-        payload = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
-        data = _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+        data = encode(value)
         if len(data) > min(_MAX_FILE_BYTES, self.max_bytes or _MAX_FILE_BYTES):
             return False
         temporary_path = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{key}.", suffix=_SUFFIX, delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=f".{key}.", suffix=SUFFIX, delete=False) as file:
                 temporary_path = file.name
                 file.write(data)
             os.replace(temporary_path, self._get_path(key))
@@ -121,6 +130,9 @@ class Store:
         if self.max_bytes is not None:
             self._evict(self.max_bytes)
         return True
+
+    def flush(self) -> None:
+        """Do nothing: `save` writes at once."""
 
     def claim(self, key: str) -> bool:
         """Return whether this process may compute the result of `key`: no other one has claimed it, or none has said
@@ -161,10 +173,10 @@ class Store:
         return num_results
 
     def _get_claim(self, key: str) -> Path:
-        return self.folder / f".{key}.claim{_SUFFIX}"
+        return self.folder / f".{key}.claim{SUFFIX}"
 
     def _get_path(self, key: str) -> Path:
-        return self.folder / f"{key}{_SUFFIX}"
+        return self.folder / f"{key}{SUFFIX}"
 
     def _list_files(self) -> list[CachedFile]:
         files = []
@@ -190,6 +202,24 @@ class Store:
             total_bytes += file.num_bytes
             if total_bytes > max_bytes:
                 _remove_file(file.path)
+
+
+def encode(value: dict[str, Any]) -> bytes:
+    """Return the content of the file of a `value` of plain JSON."""
+    payload = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), level=3)
+    return _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+
+
+def decode(data: bytes) -> dict[str, Any] | None:
+    """Return the value in the content of a file; None if it is damaged."""
+    header, _, payload = data.partition(b"\n")
+    if len(data) > _MAX_FILE_BYTES or header != _HEADER_PREFIX + hashlib.sha256(payload).hexdigest().encode():
+        return None
+    try:
+        value = json.loads(zlib.decompressobj().decompress(payload, _MAX_UNPACKED_BYTES))
+    except (zlib.error, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _remove_file(path: Path) -> bool:

@@ -69,7 +69,7 @@ def _find_quickest_plan(
 ) -> tuple[str, ChosenFixes]:
     """Return the plan with the quickest step under its cheapest exact fixes, and these fixes. If no plan fits with
     exact fixes, return the plan with the least memory, and its cheapest fixes of any kind."""
-    from memprof.workload.pool import run_all
+    from memprof.workload.pool import run_all_or_raise
 
     best: tuple[float, str, ChosenFixes] | None = None
     added_seconds = 0.0  # that the fixes of the best plan add to a step: plans that need more memory add as much
@@ -83,10 +83,8 @@ def _find_quickest_plan(
     while queue:
         plans, queue = [plan for plan in queue[:num_processes] if may_be_better(plan)], queue[num_processes:]
         tasks = [functools.partial(_find_plan_fixes, runs, steps_by_plan[plan]) for plan in plans]
-        results = run_all(tasks, lambda done: progress(f"fixes of plans: {done}"))
+        results = run_all_or_raise(tasks, lambda done: progress(f"fixes of plans: {done}"))
         for plan, result in zip(plans, results, strict=True):
-            if isinstance(result, MemprofError):
-                raise result
             if result.fits and may_be_better(plan) and (best is None or result.seconds < best[0] * (1 - MIN_SPEEDUP)):
                 best, added_seconds = (result.seconds, plan, result.fixes), result.seconds - result.plan_seconds
                 runs.add_runs(result.rows)

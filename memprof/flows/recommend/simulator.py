@@ -90,17 +90,16 @@ class Simulator:
         `work` says in progress lines what is searched."""
         if len(tasks) < 2 or not _has_workers():
             return [task() for task in tasks]
-        from memprof.workload.pool import run_all
+        from memprof.workload.pool import run_all_or_raise
 
         def search(task: Callable[[], Result]) -> tuple[Result, _OutcomeByRun, dict[str, str], MemprofError | None]:
             """Run `task` in a worker process; return its result, and the outcomes and errors of its runs."""
+            self.last_error = None  # of the worker's task before
             return task(), self._outcome_by_run, self.error_by_label, self.last_error
 
         results = []
-        for search_result in run_all([functools.partial(search, task) for task in tasks], self._report(work)):
-            if isinstance(search_result, MemprofError):
-                raise search_result
-            result, outcomes, errors, last_error = search_result
+        searches = [functools.partial(search, task) for task in tasks]
+        for result, outcomes, errors, last_error in run_all_or_raise(searches, self._report(work)):
             self._outcome_by_run |= outcomes
             self.error_by_label |= errors
             self.last_error = last_error or self.last_error

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
 from pathlib import Path
 
-from memprof.errors import UsageError, first_line
+from memprof.errors import MemprofError, UsageError, first_line
+from memprof.flows.cache.objects import ObjectStore, open_address
 from memprof.flows.cache.store import CLAIM_SECONDS, Store, get_cache_folder
 from memprof.flows.sweep.axes import Grid
 from memprof.flows.sweep.bounds import MARGIN, Line, estimate_cell, find_frontier
@@ -43,10 +44,10 @@ def run_sweep(
 ) -> Sweep:
     """Return the answers to the cells of `grid`.
 
-    `exact` runs every cell. Answers are stored in the folder `store` (None: that of the cache, if it is on); without
-    `cache` none is taken from there. See `open_workers` for `executor` and `workers`. On Ctrl-C, and if the executor
-    fails for good, the cells that are not answered are left. Raises UsageError: no such executor; a worker has other
-    versions than this process.
+    `exact` runs every cell. Answers are stored in `store`, a folder or an address of fsspec (None: the folder of the
+    cache, if it is on); without `cache` none is taken from there. See `open_workers` for `executor` and `workers`. On
+    Ctrl-C, and if the executor or the store fails for good, the cells that are not answered are left. Raises
+    UsageError: no such executor or store; a worker has other versions than this process.
     """
     check_executor(executor)
     begin = time.monotonic()
@@ -75,27 +76,30 @@ def run_sweep(
     )
 
 
-def _open_store(store: str | Path | None) -> Store | None:
+def _open_store(store: str | Path | None) -> Store | ObjectStore | None:
     if store is None:
         cache_folder = get_cache_folder()
         return None if cache_folder is None else Store(cache_folder / "sweep", None)
-    folder = Path(store).expanduser().absolute()
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("this is a file, not a folder for answers", value=folder, hint="name a folder with --store")
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise UsageError("the folder for answers cannot be made", value=f"{folder} ({error.strerror})") from None
-    return Store(folder, None)
+    opened = open_address(str(store)) if "://" in str(store) else Store(Path(store).expanduser().absolute(), None)
+    if isinstance(opened, Store):
+        opened.make_folder()
+    return opened
 
 
 class _Sweep:
     """The state of one sweep: answers so far, cells that are open by line, and cells that an executor has."""
 
     def __init__(
-        self, grid: Grid, store: Store | None, *, exact: bool, reads: bool, progress: Callable[[str], None]
+        self,
+        grid: Grid,
+        store: Store | ObjectStore | None,
+        *,
+        exact: bool,
+        reads: bool,
+        progress: Callable[[str], None],
     ) -> None:
         self._grid, self._store, self._exact, self._reads, self._progress = grid, store, exact, reads, progress
+        self._shared = store if isinstance(store, Store) else None  # in which cells are claimed
         self._versions = read_versions()
         self._answers: list[CellAnswer | None] = [None] * len(grid.cells)
         keys = [grid.make_line_key(cell) for cell in grid.cells]
@@ -125,8 +129,8 @@ class _Sweep:
         for index, cell in enumerate(self._grid.cells):
             if cell.question is None:
                 self._set(index, CellAnswer("failed", None, reason=cell.error))
-            elif self._reads and (cached := self._find_cached(index)) is not None:
-                self._conclude(index, cached)
+        for index, cached in self._find_cached(range(len(self._grid.cells))):
+            self._conclude(index, cached)
         if not self._exact:
             for index, cell in enumerate(self._grid.cells):
                 if index % 1000 == 0:
@@ -137,14 +141,14 @@ class _Sweep:
                         self._set(index, answer)
         self._start_done = self._num_done
 
-    def _find_cached(self, index: int) -> CellAnswer | None:
-        """Return the answer that the store has for a cell."""
-        if self._store is None or (values := self._store.find(self._make_key(index))) is None:
-            return None
-        try:
-            return dataclasses.replace(CellAnswer.from_json(values), cached=True)
-        except ValueError:
-            return None
+    def _find_cached(self, indices: Iterable[int]) -> Iterator[tuple[int, CellAnswer]]:
+        """Yield those of the cells that the store has, with their answers."""
+        if self._store is None or not self._reads:
+            return
+        keys = {self._make_key(index): index for index in indices if self._grid.cells[index].question is not None}
+        for key, values in self._store.find_all(keys).items():
+            with contextlib.suppress(ValueError):
+                yield keys[key], dataclasses.replace(CellAnswer.from_json(values), cached=True)
 
     def _make_key(self, index: int) -> str:
         question = self._grid.cells[index].question
@@ -218,10 +222,14 @@ class _Sweep:
             for index in lost:
                 self._note_loss(index)
             self._cancel_decided()
+            try:
+                self._flush()
+            except MemprofError as error:
+                return error.line
             if time.monotonic() - renewed > CLAIM_SECONDS / 6:
                 renewed = time.monotonic()
                 for key in self._claims.values():
-                    self._store.renew(key) if self._store is not None else None
+                    self._shared.renew(key) if self._shared is not None else None
             self._report()
 
     def _submit(self, workers: Workers) -> None:
@@ -244,13 +252,13 @@ class _Sweep:
         question = self._grid.cells[index].question
         if self._answers[index] is not None or question is None:
             return
-        if self._store is not None and index not in self._claims:
+        if self._shared is not None and index not in self._claims:
             key = self._make_key(index)
-            if not self._store.claim(key):
+            if not self._shared.claim(key):
                 self._foreign.append(index)
                 return
             self._claims[index] = key
-            if self._reads and (cached := self._find_cached(index)) is not None:  # another sweep has answered it
+            for _, cached in self._find_cached([index]):  # another sweep has answered it
                 self._release(index)
                 self._conclude(index, cached)
                 return
@@ -332,19 +340,25 @@ class _Sweep:
 
     def _release(self, index: int) -> None:
         key = self._claims.pop(index, None)
-        if key is not None and self._store is not None:
-            self._store.release(key)
+        if key is not None and self._shared is not None:
+            self._shared.release(key)
 
     def end(self) -> None:
         """Take the answers that have come, and withdraw all other cells, with the claims on them."""
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(MemprofError):
             for future in [*self._futures]:
                 if future.done():
                     self._take(future)
                 else:
                     future.cancel()
+            self._flush()
         for index in [*self._claims]:
             self._release(index)
+
+    def _flush(self) -> None:
+        """Write the answers that the store has not yet written."""
+        if self._store is not None:
+            self._store.flush()
 
     def _report(self) -> None:
         """Report how many cells are answered, and the time that the others will take if they go as these went."""

@@ -9,12 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from memprof.errors import MemprofError
 from memprof.fixes.catalog import Fix
 from memprof.flows.verify.kernels import COMPILER_MODULES, compile_kernels_together, precompile_header
 from memprof.flows.verify.specimens import Specimen
 from memprof.torch_private import inductor
-from memprof.workload.pool import run_all
+from memprof.workload.pool import run_all_or_raise
 from memprof.workload.quantization import import_quietly
 
 _T = TypeVar("_T")
@@ -66,9 +65,4 @@ def run_tasks(tasks: Sequence[Callable[[], _T]], progress: Callable[[str], None]
     """Run `tasks`, if `is_parallel` as many at a time as there are cores; return their results in order."""
     if not is_parallel:
         return [task() for task in tasks]
-    results = []
-    for result in run_all(tasks, progress):
-        if isinstance(result, MemprofError):
-            raise result
-        results.append(result)
-    return results
+    return run_all_or_raise(tasks, progress)

@@ -24,7 +24,8 @@ function tableOf({columns, rows}) {
       const row = element("tr");
       cells.forEach((cell, place) => {
         const [text, bytes] = Array.isArray(cell) ? cell : [cell];
-        const made = element("td", text, {className: columns[place].number ? "number" : ""});
+        const width = text.length > 60 ? "long" : text.length > 24 ? "" : "short";
+        const made = element("td", text, {className: columns[place].number ? "number" : width});
         if (typeof bytes === "number") Object.assign(made, {title: `${number(bytes, 0)} bytes`}).dataset.value = bytes;
         if (columns[place].code) made.replaceChildren(element("code", text));
         row.append(made);
@@ -68,7 +69,7 @@ function drawFigures() {
   for (const [holder, figure] of drawnFigures) {
     const axes = Object.fromEntries(Object.entries(figure.layout).filter(([name]) => /^[xy]axis/.test(name))
       .map(([name, own]) => [name, {...axis, ...own}]));
-    const shapes = (figure.layout.shapes ?? []).map(one => ({...one, line: {...one.line, color: style("--bad")}}));
+    const shapes = (figure.layout.shapes ?? []).map(one => ({...one, line: {color: style("--bad"), ...one.line}}));
     const narrow = holder.clientWidth < 560;
     const annotations = (figure.layout.annotations ?? []).map(one => ({...one, font: {size: 11, color: style("--ink")}}));
     Plotly.react(holder, figure.data, layout({

@@ -16,6 +16,7 @@ from memprof.units import gib
 _MAX_MAPS = 36  # Heat maps of one pair of axes: each is a figure to draw.
 _MAX_ROWS = 20_000
 _TILE_PIXELS = 44
+_FRONTIER = "#14181c"  # Seen on tiles of all colours, which are the same on a dark page.
 _EDGE = 1e-3  # Keeps the colour of a tile on the side of its verdict.
 # Share of the GPU: green up to its capacity, red beyond.
 _FITS_SCALE = ((0.0, "#e3f0e0"), (0.5, "#4f9a45"), (0.5, "#f2b8b5"), (1.0, "#b3261e"))
@@ -76,11 +77,11 @@ def _draw_cell_maps(document: Sweep, pair: tuple[int, int], others: Sequence[int
         tiles = facets.setdefault(tuple(row.values[place] for place in others), {})
         tiles[row.values[pair[0]], row.values[pair[1]]] = row
     for number, (key, tiles) in enumerate(facets.items()):
-        title = ", ".join(key) or "Cells"
+        title = ", ".join(_name_value(document.axes[place], value) for place, value in zip(others, key, strict=True))
         if number == _MAX_MAPS:
             yield Section(f"{len(facets) - _MAX_MAPS:,} more", text="They are in the table of cells.")
             return
-        note = "Share of the GPU's memory; the line is the frontier of what fits." if not number else ""
+        note = "GiB, and as colour the share of the GPU's memory; the line is the frontier of what fits."
         y_axis, x_axis = (document.axes[place] for place in pair)
         z, texts, hovers = [], [], []
         for y in y_axis.values:
@@ -93,7 +94,16 @@ def _draw_cell_maps(document: Sweep, pair: tuple[int, int], others: Sequence[int
             "colorbar": {"tickvals": [0, 1, 2], "ticktext": ["0%", "100%", "200%"], "thickness": 12},
         }  # fmt: skip
         shapes = _draw_frontier(y_axis, x_axis, tiles)
-        yield Section(title, note, **_draw_heat_map(y_axis, x_axis, z, hovers, trace, shapes))
+        yield Section(
+            title or "Cells", "" if number else note, **_draw_heat_map(y_axis, x_axis, z, hovers, trace, shapes)
+        )
+
+
+def _name_value(axis: SweepAxis, value: str) -> str:
+    """Return a value with the name of its axis, unless the value says that itself: a model, a GPU, its memory."""
+    if axis.name == "gpu_vram_bytes":
+        return f"{value} GiB"
+    return value if axis.name in ("model", "gpu") else f"{format_axis_name(axis)} {format_axis_value(axis, value)}"
 
 
 def _draw_share_map(document: Sweep, pair: tuple[int, int]) -> Section:
@@ -130,8 +140,8 @@ def _draw_heat_map(
     """Return traces and layout of a heat map, with the first value of `y_axis` at the top."""
     axes = {
         letter: {
-            "type": "category", "title": {"text": escape_html(format_axis_name(axis))}, "fixedrange": True,
-            **({"autorange": "reversed"} if letter == "y" else {}),
+            "type": "category", "title": {"text": escape_html(format_axis_name(axis)), "standoff": 12},
+            "fixedrange": True, **({"autorange": "reversed"} if letter == "y" else {}),
         }
         for letter, axis in (("x", x_axis), ("y", y_axis))
     }  # fmt: skip
@@ -170,9 +180,10 @@ def _draw_frontier(
         if y + 1 < len(y_axis.values) and fits[y][x] != fits[y + 1][x]:
             lines.append((x - 0.5, y + 0.5, x + 0.5, y + 0.5))
     return [
-        {"type": "line", "xref": "x", "yref": "y", "x0": x0, "y0": y0, "x1": x1, "y1": y1, "line": {"width": 3}}
+        {"type": "line", "xref": "x", "yref": "y", "x0": x0, "y0": y0, "x1": x1, "y1": y1,
+         "line": {"width": 3, "color": _FRONTIER}}
         for x0, y0, x1, y1 in lines
-    ]
+    ]  # fmt: skip
 
 
 def _describe(document: Sweep, row: SweepRow) -> str:

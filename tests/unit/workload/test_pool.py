@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memprof.device import host
-from memprof.errors import UsageError
+from memprof.errors import MemprofError, UsageError
 from memprof.workload import pool
 from memprof.workload.pool import count_workers, loaded_module_files, run_all
 
@@ -80,8 +80,20 @@ def test_errors_for_the_user_come_back_in_their_place():
     assert error.hint == "take another"
 
 
-def test_what_a_dead_process_leaves_is_done_here():
-    assert run_all([functools.partial(dies, 1), functools.partial(here, 2)]) == [(1, True), (2, False)]
+def test_a_killed_worker_costs_no_other_task_its_result():
+    error, *others = run_all([functools.partial(dies, 1), *(functools.partial(here, number) for number in (2, 3, 4))])
+    assert isinstance(error, MemprofError) and error.problem == "a worker process ended without a result, twice"
+    assert others == [(2, False), (3, False), (4, False)]
+
+
+def test_a_worker_that_is_killed_once_is_replaced(tmp_path):
+    def dies_once(path: Path) -> bool:
+        if not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid() == HERE
+
+    assert run_all([functools.partial(dies_once, tmp_path / name) for name in "ab"]) == [False, False]
 
 
 def test_threads_and_backward_passes_go_on_in_a_fork():
@@ -159,4 +171,4 @@ def test_an_error_of_ours_is_raised_here(capfd):
 
     with pytest.raises(ZeroDivisionError):
         run_all([broken, broken])
-    assert capfd.readouterr() == ("", "")  # once, where it is raised
+    assert capfd.readouterr() == ("", "")

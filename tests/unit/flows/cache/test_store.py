@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from memprof.errors import UsageError
 from memprof.flows.cache.store import Store, get_cache_folder
 
 KEYS = [f"{number:064x}" for number in range(40)]
@@ -153,3 +155,17 @@ def test_processes_at_once_see_whole_answers_or_none(tmp_path):
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert not [path for path in tmp_path.glob("*") if path.name.startswith(".")]
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "answers"):
+        with pytest.raises(UsageError):
+            Store(folder).make_folder()
+
+    def refuse(*arguments, **more):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UsageError, match="cannot be written to: Read-only file system"):
+        Store(tmp_path / "answers").make_folder()

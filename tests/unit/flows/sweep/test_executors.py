@@ -35,6 +35,7 @@ def _table(document):
     rows = [(row.values, row.on_frontier, {**row.answer.to_json()}) for row in document.rows]
     for _, _, answer in rows:
         del answer["run_seconds"], answer["cached"]
+        # The first cells of a dask worker have differed by 1e-4: the cause is not known.
         answer["step_seconds"] = pytest.approx(answer["step_seconds"], rel=1e-2)
     return rows
 
@@ -56,7 +57,7 @@ def test_a_cell_is_what_profile_says(monkeypatch):
     assert (answer["how"], answer["fits"]) == ("run", document.verdict.fits)
     assert answer["needed_bytes"] == document.verdict.required_bytes
     seconds = compute_step_work(trace, find_spec_gpu(question.spec)).seconds
-    assert answer["step_seconds"] == pytest.approx(seconds, rel=1e-5)
+    assert answer["step_seconds"] == seconds
     refused = answer_cell(to_payload(question), {**read_versions(), "torch": "1.0"})
     assert f"process {os.getpid()}: torch " in refused["refused"] and refused["refused"].endswith("here 1.0")
 

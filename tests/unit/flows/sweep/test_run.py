@@ -2,9 +2,10 @@
 
 import threading
 from collections import Counter
-from concurrent.futures import BrokenExecutor, Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from memprof.errors import UsageError
 from memprof.flows.sweep.axes import build_spec_grid
@@ -141,6 +142,29 @@ def test_two_sweeps_share_a_store_and_run_nothing_twice(tmp_path):
     assert all(document.count("run") == 75 for document in documents)
     assert both.calls.total() == 75
     assert sum(row.answer.cached for document in documents for row in document.rows) == 75
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_sweeps_go_on_from_answers_at_an_address(tmp_path, protocol):
+    """Two at once may both run a cell of an object store; the next one runs none."""
+    address = f"{protocol}://{tmp_path}/answers"
+    executors = [Formula(), Formula(), Formula()]
+    with ThreadPoolExecutor(2) as threads:
+        documents = [*threads.map(lambda one: _sweep(one, address, exact=True), executors[:2])]
+    again = _sweep(executors[2], address, exact=True)
+    assert [_table(one) for one in documents] == [_table(again)] * 2
+    assert not executors[2].calls and all(row.answer.cached for row in again.rows)
+    assert again.store.endswith("/answers") and again.store.startswith("memory://") is (protocol == "memory")
+
+
+def test_answers_that_cannot_be_stored_end_the_sweep_with_its_table(tmp_path, monkeypatch):
+    def refuse(self, *arguments, **more):
+        raise PermissionError("403 Forbidden")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe", refuse)
+    document = _sweep(Formula(), f"memory://{tmp_path}", exact=True)
+    assert document.ended == "stopped" and document.note.startswith("answers cannot be stored")
+    assert "403 Forbidden" in document.note and document.count("run") > 0
 
 
 def test_progress_counts_cells_and_the_time_to_go(tmp_path):

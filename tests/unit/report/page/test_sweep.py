@@ -17,7 +17,7 @@ def test_each_gpu_has_a_heat_map_with_its_frontier():
     for section in sections[:-1]:
         make_figure(section.traces, section.layout)  # plotly refuses names and values that it does not know
     two, four, by_context, by_batch, cells = sections
-    assert [two.title, four.title, cells.title] == ["2", "4", "Cells"]
+    assert [two.title, four.title, cells.title] == ["2 GiB", "4 GiB", "Cells"]
     (heat_map,) = two.traces
     assert (heat_map["x"], heat_map["y"]) == (["1", "2", "4"], ["256", "512", "1,024", "2,048"])
     assert heat_map["text"][0] == ["1.25", "1.50", "2.00"]
@@ -35,6 +35,12 @@ def test_each_gpu_has_a_heat_map_with_its_frontier():
     assert by_context.title == "Cells that fit, by capacity, GiB and context length"
     assert by_batch.traces[0]["text"] == [["3 of 4", "2 of 4", "1 of 4"], ["4 of 4", "3 of 4", "2 of 4"]]
     assert len(cells.rows) == 24 and cells.rows[0][-1].startswith("memprof profile")
+
+
+def test_a_map_is_named_by_what_its_cells_share():
+    sections = build_sweep_sections(make_sweep(**GRID, gradient_accumulation="1,2"))
+    titles = [section.title for section in sections[:4]]
+    assert titles == [f"{capacity} GiB, gradient accumulation {number}" for capacity in (2, 4) for number in (1, 2)]
 
 
 def test_a_cell_without_a_verdict_has_no_colour():
