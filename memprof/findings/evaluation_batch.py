@@ -30,7 +30,7 @@ def find(context: Context) -> list[Finding]:
     ]
     given = lifetimes.find_live(begins[moment], inputs).storages
     batch = max(given, key=lambda index: trace.storages[index].num_bytes, default=None)
-    if batch is None:
+    if batch is None or lifetimes.deaths[batch] <= ledger.peak_event:  # what comes after the batch decides the peak
         return []
     storage = trace.storages[batch]
     counterparts = [
