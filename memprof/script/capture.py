@@ -144,6 +144,7 @@ class _StopRecord:
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < num_storages}
         trace.refused = [index for index in trace.refused if index < num_storages]
         trace.untrained_gradients = [index for index in trace.untrained_gradients if index < num_storages]
+        trace.discarded_gradients = [index for index in trace.discarded_gradients if index < num_storages]
         trace.first_steps, trace.moved_model = [], None
         trace.untrained_spans = [span for span in trace.untrained_spans if span.end <= num_events]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]

@@ -523,6 +523,8 @@ class Trace:
     # Gradients of parameters that no optimizer has, and the forward that was differentiated for these alone, once an
     # optimizer exists; of a simulated run of one process.
     untrained_gradients: list[int] = field(default_factory=list)
+    # The same of parameters whose optimizer has made no step with these gradients before they were set to None.
+    discarded_gradients: list[int] = field(default_factory=list)
     untrained_spans: list[UntrainedSpan] = field(default_factory=list)
     # Of optimizers that had made no step; of a simulated run that a failed allocation ended.
     first_steps: list[FirstStep] = field(default_factory=list)
