@@ -60,6 +60,15 @@ def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None
     assert (found(evaluated(rows, in_training=80)) is not None) is is_told
 
 
+def test_a_batch_that_is_gone_does_not_decide_the_peak() -> None:
+    """What the evaluation has put together does, as the similarities of all embeddings."""
+    b = evaluated(120)
+    batch = next(index for index, storage in enumerate(b.trace.storages) if storage.shape == (120, ROW))
+    b.free(batch)
+    b.alloc(400 * MIB)
+    assert found(b) is None
+
+
 def test_gradients_of_inputs_alone_are_no_training() -> None:
     assert found(evaluated(120, trains=False)) is None
 
