@@ -1,5 +1,7 @@
-"""Rule `column-with-row`: [N, 1] with [N] makes [N, N], where mostly N numbers were meant; so does [N, 1, 1] with [N, 1]
-make [N, N, 1]."""
+"""Rule `column-with-row`: [N, 1] with [N] makes [N, N], where mostly N numbers were meant.
+
+So does [N, 1, 1] with [N, 1] make [N, N, 1].
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def find(context: Context) -> list[Finding]:
     needs = compute_needs_of(context, resize(trace, sizes))
     storage = trace.storages[largest]
     (length, _, *ones), line = storage.shape, trace.source_line(storage)
-    column, row, pairs_text = format_shape((length, 1, *ones)), format_shape((length, *ones)), format_shape(storage.shape)
+    column, row, pairs_text = (
+        format_shape((length, 1, *ones)),
+        format_shape((length, *ones)),
+        format_shape(storage.shape),
+    )
     decides, squeeze = is_decisive(context, needs), "squeeze(-1)" if ones else "squeeze(1)"
     title = (
         f"{column} with {row} makes {pairs_text} at {file_and_line(line)}: if that was not meant, {squeeze}"
@@ -52,4 +58,6 @@ def find(context: Context) -> list[Finding]:
         Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
         tensor_evidence(trace, largest, f"{trace.op(storage)} at {file_and_line(line)}"),
     )
-    return [Finding("column-with-row", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides and bool(ones))]
+    return [
+        Finding("column-with-row", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides and bool(ones))
+    ]

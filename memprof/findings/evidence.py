@@ -11,7 +11,17 @@ from memprof.fixes.catalog import FIXES, Fix, find_conflict, find_fixes_for, fin
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import drop_model_widths, find_vocabulary_size
-from memprof.trace.events import NONE, Forward, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
+from memprof.trace.events import (
+    NONE,
+    Forward,
+    ModuleRole,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+    short_source,
+    without_numbers,
+)
 from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")

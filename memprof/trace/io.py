@@ -202,7 +202,10 @@ def _check_references(trace: Trace) -> None:
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used_storages = (use.storage for use in trace.uses)
-    made_of_few, gradients = (*trace.column_broadcasts, *trace.repeats), (*trace.untrained_gradients, *trace.discarded_gradients)
+    made_of_few, gradients = (
+        (*trace.column_broadcasts, *trace.repeats),
+        (*trace.untrained_gradients, *trace.discarded_gradients),
+    )
     own_indices = (*trace.refused, *trace.owners, *used_storages, *gradients, *made_of_few)
     if any(not 0 <= index < len(trace.storages) for index in own_indices):
         raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")

@@ -163,8 +163,9 @@ class UntrainedDetector:
         return isinstance(leaf, nn.Parameter) and not hooks and index != NONE and index not in trained
 
     def _list_spans(self, operators: list[Any], leaves: set[Any]) -> list[UntrainedSpan]:
-        """Return the spans in which those of `operators` ran that lead to `leaves` alone, with what is kept for them."""
-        trace, storages, untrained = self._recorder.trace, self._recorder.storages, set(leaves)
+        """Return the spans in which those of `operators` ran that lead to `leaves` alone, and what is kept for them."""
+        trace, storages = self._recorder.trace, self._recorder.storages
+        untrained = set(leaves)
         for node in operators:
             if not _is_trained(node, untrained):
                 untrained.add(node)

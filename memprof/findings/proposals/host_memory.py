@@ -1,5 +1,7 @@
-"""Proposes host memory for a tensor that the GPU uses in parts: a buffer for results, or data of which a step takes some
-rows."""
+"""Proposes host memory for a tensor that the GPU uses in parts.
+
+It is a buffer for results, or data of which a step takes some rows.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     while batch_size % rows:  # a batch is divided into equal ones
         rows -= 1
     changed = _keep_gradients(resize_rows(trace, batched, rows, batch_size))
-    if context.spec is None and (is_inference(trace) or is_peak_in_evaluation(context) or find_call_between_steps(context)):
+    if context.spec is None and (
+        is_inference(trace) or is_peak_in_evaluation(context) or find_call_between_steps(context)
+    ):
         yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}")
     elif _normalizes_batches(trace):
         normalized = f"batch normalization then sees these {rows} alone"

@@ -35,7 +35,9 @@ def propose(context: Context) -> Iterator[Proposal]:
         f"create_graph=False at {line}, where {plural(len(calls), 'gradient')} keep a graph, unless a backward "
         "differentiates them again (of meta-learning: the first-order variant)"
     )
-    yield Proposal(free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}), change)
+    yield Proposal(
+        free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}), change
+    )
 
 
 def _list_calls_until_peak(context: Context) -> list[GraphBackward]:

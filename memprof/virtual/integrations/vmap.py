@@ -1,6 +1,6 @@
 """Calls of torch.func.vmap, also those of jacrev, jacfwd and hessian: the trace has the number of rows of each.
 
-torch.autograd has a vmap of its own, whose tensors have no storage and no dispatch mode; torch.func's computes the same.
+torch.autograd has a vmap of its own, whose tensors have no storage for a dispatch mode; torch.func's computes the same.
 """
 
 from __future__ import annotations

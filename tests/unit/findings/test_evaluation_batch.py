@@ -50,6 +50,13 @@ def test_both_shapes_the_line_and_what_training_allocates() -> None:
     assert finding.evidence[0].text.startswith("fix at x/train.py:9: ") and finding.evidence[0].source == LINE
 
 
+@pytest.mark.parametrize(("usable_mib", "decides"), [(139, False), (142, True), (300, True), (400, False)])
+def test_it_is_the_cause_where_training_fits(usable_mib: int, decides: bool) -> None:
+    """Training takes 140 MiB, and all 380."""
+    finding = found(evaluated(120), usable_mib * MIB)
+    assert finding is not None and finding.is_decisive == decides
+
+
 def test_where_the_run_fits_it_is_a_note() -> None:
     finding = found(evaluated(120), 400 * MIB)
     assert finding is not None and finding.severity is Severity.NOTE
