@@ -38,10 +38,11 @@ def find(context: Context) -> list[Finding]:
         is_ahead = lifetimes.births[index] < first and trace.storages[index].source != NONE
         if is_data and is_ahead and trace.storages[index].module == NONE and not trace.storages[index].hidden:
             groups[make_key(trace, index)].append(index)
-    members = max(groups.values(), key=lifetimes.sum_bytes, default=[])
+    many = [members for members in groups.values() if len(members) >= MIN_TENSORS]
+    members = max(many, key=lifetimes.sum_bytes, default=[])
     num_bytes = lifetimes.sum_bytes(members)
     min_share = MIN_TRAINING_SHARE if computing else MIN_SHARE
-    if len(members) < MIN_TENSORS or num_bytes < min_share * context.ledger.peak_bytes:
+    if not members or num_bytes < min_share * context.ledger.peak_bytes:
         return []
     if computing and (num_bytes < MIN_TRAINING_BYTES or not _are_used_in_turn(context, members)):
         return []
