@@ -40,6 +40,7 @@ class _Pending:
     num_steps: int  # of the optimizer, so far
     spans: list[UntrainedSpan]
     gradients: set[int]  # storages
+    numbers: set[int]  # sequence numbers of the nodes
 
 
 class UntrainedDetector:
@@ -59,7 +60,6 @@ class UntrainedDetector:
 
     def record_backward_begin(self, results: Iterable[torch.Tensor]) -> None:
         """Record the forward that is differentiated from `results` for parameters that no optimizer has."""
-        self._record_discarded_gradients()
         self._leaves = self._record_forward(results)
 
     def record_out_of_memory(self) -> None:
@@ -93,6 +93,7 @@ class UntrainedDetector:
             trained = {self._recorder.storages.get_index(p) for group in groups for p in group["params"]}
             self._drop_trained_gradients(trained)
             nodes = collect_nodes(results, _MOST_NODES)
+            self._record_discarded_gradients(nodes)
             leaves = [node for node in nodes if _is_leaf(node)]
             untrained = {leaf for leaf in leaves if self._is_untrained(leaf.variable, trained)}
             if len(nodes) == _MOST_NODES:
@@ -101,7 +102,8 @@ class UntrainedDetector:
             operators.sort(key=lambda node: node._sequence_nr())  # a node is made after those to which it leads
             self._keep_pending(operators, leaves)
             if untrained:
-                self._recorder.trace.untrained_spans += self._list_spans(operators, untrained)
+                own = _find_nodes_to(operators, untrained)
+                self._recorder.trace.untrained_spans += self._list_spans(operators, own)
             return [leaf.variable for leaf in untrained]
 
     def _keep_pending(self, operators: list[Any], leaves: list[Any]) -> None:
@@ -113,21 +115,26 @@ class UntrainedDetector:
         if len(by_optimizer.keys() - {None}) < 2:
             return
         for optimizer, own in by_optimizer.items():
-            spans = [] if optimizer is None else self._list_spans(operators, set(own))
+            nodes = set() if optimizer is None else _find_nodes_to(operators, own)
+            spans = self._list_spans(operators, nodes) if nodes else []
             if spans:
                 num_steps = self._phases.num_steps.get(optimizer, 0)
                 pending = self._pending.get(optimizer)
                 if pending is None or pending.num_steps != num_steps:
-                    pending = self._pending[optimizer] = _Pending(num_steps, [], set())
+                    pending = self._pending[optimizer] = _Pending(num_steps, [], set(), set())
                 pending.spans.extend(spans)
+                pending.numbers.update(node._sequence_nr() for node in nodes)
 
-    def _record_discarded_gradients(self) -> None:
-        """Record what was kept for gradients that the program has set to None, and their optimizer has made no step."""
-        trace = self._recorder.trace
+    def _record_discarded_gradients(self, nodes: list[Any]) -> None:
+        """Record what was kept for gradients that the program has set to None, and their optimizer has made no step;
+        `nodes` are those that another backward is about to use, or may."""
+        if not self._pending:
+            return
+        trace, numbers = self._recorder.trace, {node._sequence_nr() for node in nodes if not _is_leaf(node)}
         for optimizer, pending in list(self._pending.items()):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             lines = {self._find_line(span) for span in pending.spans} - {NONE}
-            if self._phases.num_steps.get(optimizer, 0) != pending.num_steps:
+            if self._phases.num_steps.get(optimizer, 0) != pending.num_steps or numbers & pending.numbers:
                 self._used_lines |= lines
                 del self._pending[optimizer]
             elif all(parameter.grad is None for parameter in parameters):
@@ -162,14 +169,10 @@ class UntrainedDetector:
         index = self._recorder.storages.get_index(leaf)
         return isinstance(leaf, nn.Parameter) and not hooks and index != NONE and index not in trained
 
-    def _list_spans(self, operators: list[Any], leaves: set[Any]) -> list[UntrainedSpan]:
-        """Return the spans in which those of `operators` ran that lead to `leaves` alone, and what is kept for them."""
+    def _list_spans(self, operators: list[Any], own: set[Any]) -> list[UntrainedSpan]:
+        """Return the spans in which those of `operators` ran that are in `own`, and what is kept for them."""
         trace, storages = self._recorder.trace, self._recorder.storages
-        untrained = set(leaves)
-        for node in operators:
-            if not _is_trained(node, untrained):
-                untrained.add(node)
-        own, others = [n for n in operators if n in untrained], [n for n in operators if n not in untrained]
+        others = [node for node in operators if node not in own]
         spans = []
         for begin, end in self._recorder.attribution.find_spans(own, others):
             made = [ref for kind, ref in trace.events[begin:end] if kind is EventKind.ALLOC]
@@ -191,6 +194,15 @@ class UntrainedDetector:
 def _is_leaf(node: Any) -> bool:
     """Return whether `node` adds to the gradient of its `variable`; a Function may have an attribute of this name."""
     return hasattr(node, "variable") and not isinstance(node, BackwardCFunction)
+
+
+def _find_nodes_to(operators: list[Any], leaves: Iterable[Any]) -> set[Any]:
+    """Return those of the nodes `operators`, each after those to which it leads, that lead to `leaves` alone."""
+    found = set(leaves)
+    for node in operators:
+        if not _is_trained(node, found):
+            found.add(node)
+    return found.intersection(operators)
 
 
 def _is_trained(node: Any, untrained: set[Any]) -> bool:

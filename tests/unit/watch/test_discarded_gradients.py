@@ -35,8 +35,8 @@ class Pair:
         self.of_critic.zero_grad()
 
 
-def noise(rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, device="cuda")
+def noise(rows: int | None = None) -> torch.Tensor:
+    return torch.randn(rows or ROWS, WIDTH, device="cuda")
 
 
 def train_critic(pair: Pair) -> None:
@@ -65,6 +65,18 @@ def train_both(pair: Pair) -> None:
     pair.zero_grad()
     loss.backward()
     pair.of_critic.step()
+    pair.of_generator.step()
+
+
+def train_twice(pair: Pair) -> None:
+    """Both losses are of the same images: the second backward uses what the first has kept."""
+    fake = pair.generator(noise())
+    loss = pair.critic(noise()).mean() - pair.critic(fake).mean()
+    pair.zero_grad()
+    loss.backward(retain_graph=True)
+    pair.of_critic.step()
+    pair.zero_grad()
+    (-pair.critic(fake).mean()).backward()
     pair.of_generator.step()
 
 
@@ -109,8 +121,14 @@ def test_a_critic_that_differentiates_the_generator() -> None:
 
 @pytest.mark.parametrize(
     "steps",
-    [(train_detached, train_generator), (train_both,), (accumulate, step_of_generator), (train_generator,)],
-    ids=["detached", "both step", "kept for a step", "the generator alone"],
+    [
+        (train_detached, train_generator),
+        (train_both,),
+        (train_twice,),
+        (accumulate, step_of_generator),
+        (train_generator,),
+    ],
+    ids=["detached", "both step", "two losses", "kept for a step", "the generator alone"],
 )
 def test_gradients_that_are_used(steps: tuple[Step, ...]) -> None:
     trace = run(*steps)
