@@ -1,4 +1,7 @@
-"""Rule `column-with-row`: [N, 1] with [N] makes [N, N], where mostly N numbers were meant."""
+"""Rule `column-with-row`: [N, 1] with [N] makes [N, N], where mostly N numbers were meant.
+
+So does [N, 1, 1] with [N, 1] make [N, N, 1].
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from memprof.ledger.what_if import resize
 def find(context: Context) -> list[Finding]:
     """Return at most one finding, of the largest such tensor; `num_bytes` is the reduction of the peak with N numbers.
 
-    It is not decisive even if the run fits then: all pairs may be meant.
+    Of matrices it is not decisive even if the run fits then: all pairs may be meant.
     """
     trace, lifetimes, run = context.ledger.trace, context.lifetimes, context.ledger.run
     made = [index for index in trace.column_broadcasts if trace.storages[index].device == trace.device]
@@ -39,15 +42,22 @@ def find(context: Context) -> list[Finding]:
         return []
     needs = compute_needs_of(context, resize(trace, sizes))
     storage = trace.storages[largest]
-    (length, _), line = storage.shape, trace.source_line(storage)
+    (length, _, *ones), line = storage.shape, trace.source_line(storage)
+    column, row, pairs_text = (
+        format_shape((length, 1, *ones)),
+        format_shape((length, *ones)),
+        format_shape(storage.shape),
+    )
+    decides, squeeze = is_decisive(context, needs), "squeeze(-1)" if ones else "squeeze(1)"
     title = (
-        f"{format_shape((length, 1))} with {format_shape((length,))} makes {format_shape(storage.shape)} at "
-        f"{file_and_line(line)}: if that was not meant, squeeze(1)"
-        f"{f'; then {describe_cure(context)}' * is_decisive(context, needs)}"
+        f"{column} with {row} makes {pairs_text} at {file_and_line(line)}: if that was not meant, {squeeze}"
+        f"{f'; then {describe_cure(context)}' * decides}"
     )
     evidence = (
-        fix_at(line, f"if {format_shape(storage.shape)} was not meant: squeeze(1) on {format_shape((length, 1))}"),
+        fix_at(line, f"if {pairs_text} was not meant: {squeeze} on {column}"),
         Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),
         tensor_evidence(trace, largest, f"{trace.op(storage)} at {file_and_line(line)}"),
     )
-    return [Finding("column-with-row", Severity.WARNING, title, num_bytes, evidence, ())]
+    return [
+        Finding("column-with-row", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides and bool(ones))
+    ]

@@ -6,6 +6,7 @@ import bisect
 import statistics
 from collections.abc import Iterable
 
+from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import fix_at, is_large
@@ -16,7 +17,10 @@ from memprof.units import format_bytes
 
 @rule(59)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding; `num_bytes` is the peak minus the most bytes outside evaluations."""
+    """Return at most one finding; `num_bytes` is the peak minus the most bytes outside evaluations.
+
+    It is decisive if memory has room for these, unless outputs of the evaluation pile up.
+    """
     ledger, trace, lifetimes = context.ledger, context.ledger.trace, context.lifetimes
     begins = [time for time, _ in context.phases]
     moment = bisect.bisect_right(begins, ledger.peak_event) - 1
@@ -30,7 +34,7 @@ def find(context: Context) -> list[Finding]:
     ]
     given = lifetimes.find_live(begins[moment], inputs).storages
     batch = max(given, key=lambda index: trace.storages[index].num_bytes, default=None)
-    if batch is None:
+    if batch is None or lifetimes.deaths[batch] <= ledger.peak_event:  # what comes after the batch decides the peak
         return []
     storage = trace.storages[batch]
     counterparts = [
@@ -57,7 +61,10 @@ def find(context: Context) -> list[Finding]:
         tensor_evidence(trace, usual, f"in training: {usual_shape} {storage.dtype}"),
     )
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
-    return [Finding("evaluation-batch", severity, title, ledger.peak_bytes - other_bytes, evidence, ())]
+    has_room = context.usable_bytes is not None and other_bytes <= context.usable_bytes
+    decides = has_room and not ledger.run.fits and not find_kept_storages(context)
+    num_bytes = ledger.peak_bytes - other_bytes
+    return [Finding("evaluation-batch", severity, title, num_bytes, evidence, (), is_decisive=decides)]
 
 
 def _list_training_inputs(context: Context, inputs: Iterable[int]) -> list[int]:

@@ -65,7 +65,7 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     # The call in which memory ran out counts only if no backward may have been to come.
     calls = trace.forwards if trace.may_train else trace.list_calls()
     for loop in find_call_loops(calls, trace, lambda call: call.nodes > 0 and not (call.training and trace.may_train)):
-        by_module.setdefault(loop[0].module, []).append(loop)
+        by_module.setdefault(loop[0].module, []).extend(_split_trained(context, loop, training_events))
     result = []
     for all_loops in by_module.values():
         saved: list[int] = []
@@ -73,7 +73,7 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
         trained: set[int] = set()  # lines of a few calls that a backward has used
         for loop in all_loops:
             saved_in_loop = _list_saved_storages(context, loop)
-            last_free = max((context.lifetimes.deaths[index] for index in saved_in_loop), default=0)
+            last_free = _find_last_free(context, saved_in_loop)
             if bisect.bisect(training_events, loop[0].begin) != bisect.bisect(training_events, last_free):
                 trained |= {forward.source for forward in loop if len(loop) < MIN_CALLS_OF_AN_EVALUATION}
             elif not _may_be_of_a_loss(context, loop, last_free, trained):
@@ -91,6 +91,22 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
         growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
         result.append(_KeptGraphs(loops, saved, num_bytes, groups, frozenset(saved).union(growing)))
     return result
+
+
+def _split_trained(context: Context, loop: list[Forward], training_events: list[int]) -> list[list[Forward]]:
+    """Return `loop`, in parts by the lines of its calls if a backward has used some: a loss may call a model for its
+    target too, and drop that graph."""
+    last_free = _find_last_free(context, _list_saved_storages(context, loop))
+    if bisect.bisect(training_events, loop[0].begin) == bisect.bisect(training_events, last_free):
+        return [loop]
+    by_line: dict[int, list[Forward]] = {}
+    for forward in loop:
+        by_line.setdefault(forward.source, []).append(forward)
+    return list(by_line.values())
+
+
+def _find_last_free(context: Context, storages: list[int]) -> int:
+    return max((context.lifetimes.deaths[index] for index in storages), default=0)
 
 
 def _list_saved_storages(context: Context, loop: list[Forward]) -> list[int]:

@@ -19,7 +19,17 @@ from memprof.fixes.catalog import (
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import drop_model_widths, find_vocabulary_size
-from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
+from memprof.trace.events import (
+    NONE,
+    Forward,
+    ModuleRole,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+    short_source,
+    without_numbers,
+)
 from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")
@@ -109,6 +119,19 @@ def is_peak_in_evaluation(context: Context) -> bool:
         return bool(begun)
     evaluated = max((call.event for call in trace.eval_calls if call.event <= peak), default=NONE)
     return evaluated > max((time for time, kind in begun if kind in {*_TRAINING, PhaseKind.FORWARD}), default=peak)
+
+
+def find_call_between_steps(context: Context) -> Forward | None:
+    """Return the call without gradients that the peak is in, if its model is trained, by calls with gradients, and none
+    of these has begun since the last step of an optimizer: rendering, sampling, a rollout in training mode."""
+    trace, peak = context.ledger.trace, context.ledger.peak_event
+    calls = trace.list_calls()
+    call = next((one for one in calls if one.begin <= peak <= one.end), None)
+    stepped = [time for time, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP and time <= peak]
+    if call is None or call.nodes or not stepped:
+        return None
+    trained = [one.begin for one in calls if one.module == call.module and one.nodes]
+    return call if trained and max(trained) < stepped[-1] else None
 
 
 def is_input(trace: Trace, index: int) -> bool:

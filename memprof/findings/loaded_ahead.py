@@ -1,4 +1,7 @@
-"""Rule `loaded-ahead`: before anything is trained, tensors of one line fill the GPU, such as a whole data set."""
+"""Rule `loaded-ahead`: before anything is trained, tensors of one line fill the GPU, such as a whole data set.
+
+Where training begins beside them, they are told by their share of its peak, if steps use them in turn.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,38 @@ from memprof.findings.effect import (
 from memprof.findings.evidence import file_and_line, percent, tensors_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.growth import Key, format_holders, holder_evidence, holder_fix_evidence, make_key
+from memprof.findings.idle_storages import find_phase
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Holder, Role
-from memprof.units import format_bytes
+from memprof.units import MIB, format_bytes
 
 MIN_TENSORS = 8  # of one line: fewer may be parts of one sample
 MIN_SHARE = 0.5  # of the peak
+MIN_TRAINING_SHARE = 0.1  # of the peak of a run that trains
+MIN_TRAINING_BYTES = 64 * MIB
 
 
 @rule(57)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding, of a run that memory ended before a model or an optimizer computed; `num_bytes` is
-    what the tensors of the line take."""
+    """Return at most one finding; `num_bytes` is what the tensors of the line take. It is a note where the run fits."""
     trace, lifetimes = context.ledger.trace, context.lifetimes
-    if not trace.ended_out_of_memory or any(phase.kind.computes for phase in trace.phases):
+    computing = [time for time, phase in context.phases if phase.kind.computes]
+    if context.spec is not None or not (computing or trace.ended_out_of_memory):
         return []
+    first = computing[0] if computing else len(trace.events)
     groups: dict[Key, list[int]] = defaultdict(list)
     for index in lifetimes.at_peak:
         is_data = index not in trace.owners or trace.owners[index].role is Role.INPUT
-        if is_data and trace.storages[index].module == NONE and not trace.storages[index].hidden:
+        is_ahead = lifetimes.births[index] < first and trace.storages[index].source != NONE
+        if is_data and is_ahead and trace.storages[index].module == NONE and not trace.storages[index].hidden:
             groups[make_key(trace, index)].append(index)
-    members = max(groups.values(), key=lifetimes.sum_bytes, default=[])
+    many = [members for members in groups.values() if len(members) >= MIN_TENSORS]
+    members = max(many, key=lifetimes.sum_bytes, default=[])
     num_bytes = lifetimes.sum_bytes(members)
-    if len(members) < MIN_TENSORS or num_bytes < MIN_SHARE * context.ledger.peak_bytes:
+    min_share = MIN_TRAINING_SHARE if computing else MIN_SHARE
+    if not members or num_bytes < min_share * context.ledger.peak_bytes:
+        return []
+    if computing and (num_bytes < MIN_TRAINING_BYTES or not _are_used_in_turn(context, members)):
         return []
     members.sort()
     holder = _find_holder(context, members)
@@ -64,7 +76,18 @@ def find(context: Context) -> list[Finding]:
         *tensors_evidence(context, members, context.ledger.peak_event, lambda index: "loaded")[:3],
     )
     edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
-    return [Finding("loaded-ahead", Severity.WARNING, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
+    severity = Severity.NOTE if context.ledger.run.fits else Severity.WARNING
+    return [Finding("loaded-ahead", severity, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
+
+
+def _are_used_in_turn(context: Context, members: list[int]) -> bool:
+    """Return whether most of `members` were last used in steps of their own, or not yet: no constants of all steps."""
+    trace = context.ledger.trace
+    if not trace.last_uses:
+        return False
+    used = [trace.last_uses[index] for index in members]
+    steps = {find_phase(context.phases, time).step for time in used if time != NONE} - {0}
+    return bool(steps) and 2 * (len(steps) + used.count(NONE)) > len(members)
 
 
 def _find_holder(context: Context, members: list[int]) -> Holder | None:

@@ -46,6 +46,8 @@ _EMPTY_FIX = (
     "graphs of all steps before it again"
 )
 
+MIN_LIMITED_SHARE = 0.25  # of the peak, of what a container with a maximum length has where memory runs out
+
 _MIN_CALL_SHARE = 0.01  # of what calls keep: calls at lines that keep less, as those of a loss, are no rounds
 
 
@@ -53,7 +55,8 @@ _MIN_CALL_SHARE = 0.01  # of what calls keep: calls at lines that keep less, as 
 def find(context: Context) -> list[Finding]:
     """Return one finding per holder of leaked tensors; `num_bytes` is the growth from the first step's end to the last.
 
-    The severity is an error if memory will run out. A container with a maximum length is reported only in this case.
+    The severity is an error if memory will run out. A container with a maximum length is reported only in this case, or
+    where memory has run out and the container fills the GPU.
     """
     steps = list_training_steps(context.ledger.trace, context.ledger.allocated)
     growth = predict_growth(context)
@@ -88,12 +91,15 @@ def _find_reported_leaks(context: Context) -> dict[Holder | None, list[LeakGroup
     for holder, leaks in find_step_leaks(context).items():
         others = [leak for leak in leaks if not is_of_model(trace, leak)]
         # None at all: a running sum, whose graph grows on the host.
-        if (others or not leaks) and _is_reported(holder, others, growth):
+        if (others or not leaks) and _is_reported(context, holder, others, growth):
             result[holder] = others
     return result
 
 
-def _is_reported(holder: Holder | None, leaks: list[LeakGroup], growth: Growth | None) -> bool:
+def _is_reported(context: Context, holder: Holder | None, leaks: list[LeakGroup], growth: Growth | None) -> bool:
+    if holder is not None and holder.limit is not None and context.ledger.out_of_memory is not None:
+        num_bytes = context.lifetimes.sum_bytes(index for leak in leaks for index in leak.storages)
+        return num_bytes >= MIN_LIMITED_SHARE * context.ledger.peak_bytes
     if holder is not None and holder.limit is not None:
         return growth is not None and growth.runs_out
     return sum(leak.bytes_each for leak in leaks) >= MIN_STEP_BYTES or (holder is not None and holder.nodes > 0)

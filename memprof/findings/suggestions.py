@@ -241,6 +241,8 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         required, fits = replay_in_host_memory(trace).required_reserved_bytes, None
     if not _is_enough(context, required, fits):
         return None
+    if not run.fits and not fits and required >= run.least_reserved_bytes:
+        return None  # the run takes no more where its cache is released in vain
     before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     sizes_text = format_bytes(required + context_bytes)
     if required < before:  # where cached segments were released in vain, it may be more

@@ -31,7 +31,10 @@ def find(context: Context) -> list[Finding]:
     Where memory runs out before there are gradients, or in the first step, a call in eval mode says as much as these.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
-    gradients = [index for index in trace.untrained_gradients if trace.storages[index].device == trace.device]
+    discarded = [] if trace.untrained_gradients else trace.discarded_gradients
+    gradients = [
+        index for index in (*trace.untrained_gradients, *discarded) if trace.storages[index].device == trace.device
+    ]
     if any(_is_read(context, index) for index in gradients):
         return []
     saved = _find_saved(context)
@@ -51,8 +54,9 @@ def find(context: Context) -> list[Finding]:
     changed = free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_needs_of(context, changed)
     decides = is_decisive(context, needs)
+    fate = "are set to None before their optimizer makes a step" if discarded else "no optimizer updates"
     what = (
-        f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that no optimizer updates: "
+        f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that {fate}: "
         f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone,"
     )
     if is_early and call is not None:
@@ -69,7 +73,14 @@ def find(context: Context) -> list[Finding]:
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
     else:
         fix = f"{fix}, where the model is built"
-    fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
+    if discarded:
+        place = "" if call is None else f" at {line}"
+        fix = (
+            f"fix: call it under torch.no_grad(){place}, or take .detach() of what it returns, where it is an input of "
+            "the other model's loss"
+        )
+    else:
+        fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
     lines = (
         Evidence(fix, source=None if edit is None else source),
         Evidence(f"the run {format_reserved(needs, context.ledger.run.required_reserved_bytes)}", num_bytes=num_bytes),

@@ -144,6 +144,7 @@ class _StopRecord:
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < num_storages}
         trace.refused = [index for index in trace.refused if index < num_storages]
         trace.untrained_gradients = [index for index in trace.untrained_gradients if index < num_storages]
+        trace.discarded_gradients = [index for index in trace.discarded_gradients if index < num_storages]
         trace.first_steps, trace.moved_model = [], None
         trace.untrained_spans = [span for span in trace.untrained_spans if span.end <= num_events]
         trace.mismatches = [mismatch for mismatch in trace.mismatches if mismatch.event <= num_events]
@@ -151,8 +152,10 @@ class _StopRecord:
         trace.failed_forward = None  # the program went on
         trace.eval_calls = [call for call in trace.eval_calls if call.event <= num_events]
         trace.column_broadcasts = [index for index in trace.column_broadcasts if index < num_storages]
+        trace.repeats = [index for index in trace.repeats if index < num_storages]
         trace.frozen_in_vain = [one for one in trace.frozen_in_vain if max(one.parameters, default=0) < num_storages]
         trace.vmaps = [call for call in trace.vmaps if call.end <= num_events]
+        trace.graph_backwards = [call for call in trace.graph_backwards if call.end <= num_events]
         trace.holders, trace.idle_holders, trace.error_holders = (
             [holder for holder in holders if max(holder.storages, default=0) < num_storages]
             for holders in (trace.holders, trace.idle_holders, trace.error_holders)

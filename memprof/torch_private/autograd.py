@@ -14,6 +14,9 @@ get_sequence_nr: Callable[[], int] = bind("torch._C:_autograd._get_sequence_nr")
 is_functorch_wrapped_tensor: Callable[[Any], bool] = bind("torch._C:_functorch.is_functorch_wrapped_tensor")
 get_unwrapped: Callable[[Any], Any] = bind("torch._C:_functorch.get_unwrapped")
 flat_vmap = PrivateName("torch._functorch.vmap:_flat_vmap", fallback="calls of torch.func.vmap are not recorded")
+# What torch.autograd.grad(is_grads_batched=True) and torch.autograd.functional call with vectorize=True.
+batched_grad_vmap = PrivateName("torch._vmap_internals:_vmap", fallback="is_grads_batched=True is not simulated")
+functional_vmap = PrivateName("torch.autograd.functional:_vmap", fallback="vectorize=True is not simulated")
 
 set_grad_enabled: Any = bind("torch._C:_set_grad_enabled")
 profiler_enabled: Callable[[], bool] = bind("torch._C:_autograd._profiler_enabled")

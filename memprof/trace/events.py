@@ -368,6 +368,15 @@ class VmapCall(NamedTuple):
     source: int  # index in Trace.sources: the line that calls it
 
 
+class GraphBackward(NamedTuple):
+    """One backward pass whose gradients have a graph of their own (create_graph=True)."""
+
+    begin: int  # events before the pass; `end`: before its return
+    end: int
+    source: int  # index in Trace.sources: the line that calls it
+    caller: int  # index in Trace.sources: the line that calls the function of `source`; NONE: none does
+
+
 class GraphBreak(NamedTuple):
     """A graph break of torch.compile: the line where a graph ends inside its function."""
 
@@ -501,6 +510,8 @@ class Trace:
     eval_calls: list[EvalCall] = field(default_factory=list)  # of models that were called before; of a simulated run
     # Storages of pairs of a column [N, 1] and a row [N], the first of each shape and line; of a simulated run.
     column_broadcasts: list[int] = field(default_factory=list)
+    # Storages of copies that Tensor.repeat makes along dimensions of one element; of a simulated run.
+    repeats: list[int] = field(default_factory=list)
     frozen_in_vain: list[FrozenInVain] = field(default_factory=list)  # of a simulated run
     # `file:line function` of statements that are a call of torch.no_grad() or inference_mode() alone, which does
     # nothing, in the files that called models with gradients; of a simulated run.
@@ -514,11 +525,14 @@ class Trace:
     # Gradients of parameters that no optimizer has, and the forward that was differentiated for these alone, once an
     # optimizer exists; of a simulated run of one process.
     untrained_gradients: list[int] = field(default_factory=list)
+    # The same of parameters whose optimizer has made no step with these gradients before they were set to None.
+    discarded_gradients: list[int] = field(default_factory=list)
     untrained_spans: list[UntrainedSpan] = field(default_factory=list)
     # Of optimizers that had made no step; of a simulated run that a failed allocation ended.
     first_steps: list[FirstStep] = field(default_factory=list)
     moved_model: MovedModel | None = None  # of a simulated run that a failed allocation ended
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
+    graph_backwards: list[GraphBackward] = field(default_factory=list)  # of a simulated run, without torch.func's
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)

@@ -202,7 +202,11 @@ def _check_references(trace: Trace) -> None:
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
     used_storages = (use.storage for use in trace.uses)
-    own_indices = (*trace.refused, *trace.owners, *used_storages, *trace.untrained_gradients, *trace.column_broadcasts)
+    made_of_few, gradients = (
+        (*trace.column_broadcasts, *trace.repeats),
+        (*trace.untrained_gradients, *trace.discarded_gradients),
+    )
+    own_indices = (*trace.refused, *trace.owners, *used_storages, *gradients, *made_of_few)
     if any(not 0 <= index < len(trace.storages) for index in own_indices):
         raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")
     if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):
@@ -247,6 +251,11 @@ def _check_references(trace: Trace) -> None:
         for call in trace.vmaps
     ):
         raise ValueError("a call of vmap points outside its tables")
+    if any(
+        not 0 <= call.begin <= call.end <= len(trace.events) or max(call.source, call.caller) >= len(trace.sources)
+        for call in trace.graph_backwards
+    ):
+        raise ValueError("a backward pass points outside its tables")
     if any(not 0 <= index < len(trace.sources) for line in trace.checkpointed_lines for index in line):
         raise ValueError("a checkpointed line points outside its table")
     for span in trace.untrained_spans:

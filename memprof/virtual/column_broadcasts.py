@@ -11,21 +11,38 @@ from memprof.watch.recorder import Recorder
 # Not sums and products: squares of norms are paired like this to compute distances.
 _NAMES = ("sub", "rsub", "eq", "ne", "mse_loss", "smooth_l1_loss", "huber_loss")
 _OPERATORS = frozenset(f"aten.{name}" for name in _NAMES)
+# Of [N, 1, 1] and [N, 1], whose dimensions are aligned from the right, these too: nobody pairs numbers like that.
+_OPERATORS_BEYOND_MATRICES = _OPERATORS | {"aten.add", "aten.mul", "aten.div"}
 
 
 def record_column_broadcast(recorder: Recorder, name: str, call: OperatorCall, outputs: list[torch.Tensor]) -> None:
-    """Record the output of the operator `name` if it is of all pairs of a column and a row of the same length."""
+    """Record the output of the operator `name` if it is of all pairs of a column and a row of the same length.
+
+    An output without memory, for which there was none, is the last storage of the trace.
+    """
     trace = recorder.trace
-    if name not in _OPERATORS or len(outputs) != 1 or outputs[0].dim() != 2 or len(call.tensors) != 2:
+    if name not in _OPERATORS_BEYOND_MATRICES or len(outputs) != 1 or len(call.tensors) != 2 or outputs[0].dim() < 2:
         return
-    rows, columns = outputs[0].shape
-    kinds = [_find_kind(recorder, tensor, rows) for tensor in call.tensors]
+    rows, columns, *others = outputs[0].shape
+    if any(size != 1 for size in others) or (not others and name not in _OPERATORS):
+        return
+    tensors = [_drop_last(tensor, len(others)) for tensor in call.tensors]
+    kinds = [_find_kind(recorder, tensor, rows) for tensor in tensors]
     index = recorder.storages.get_index(outputs[0])
-    if rows == columns > 1 and sorted(kinds) == ["column", "row"] and index != NONE:
+    if index == NONE:
+        index = len(trace.storages) - 1
+    if rows == columns > 1 and sorted(kinds) == ["column", "row"]:
         made = trace.storages[index]
         known = (trace.storages[other] for other in trace.column_broadcasts)
         if not any((other.shape, other.source) == (made.shape, made.source) for other in known):
             trace.column_broadcasts.append(index)
+
+
+def _drop_last(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a view of `tensor` without its last `count` dimensions, each of one element, as far as it has them."""
+    for _ in range(min(count, tensor.dim() - 1)):
+        tensor = tensor.select(-1, 0) if tensor.shape[-1] == 1 else tensor
+    return tensor
 
 
 def _find_kind(recorder: Recorder, tensor: torch.Tensor, length: int) -> str:

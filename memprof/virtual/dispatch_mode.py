@@ -45,6 +45,7 @@ from memprof.virtual.operator_call import (
     find_written_arguments,
     run_on_meta,
 )
+from memprof.virtual.repeats import record_repeat
 from memprof.virtual.values import Values
 from memprof.virtual.values.unknown_values import UNINITIALIZED
 from memprof.watch.caches import KVCacheDetector
@@ -129,7 +130,8 @@ class DispatchMode(DeviceState):
                             self.operator_lock.release(),
                         ):
                             return operator.expansion(*args, **(kwargs or {}))
-                    with self:
+                    is_repeat = operator.packet is torch.ops.aten.repeat
+                    with self, record_repeat(self.recorder.trace, *args) if is_repeat else contextlib.nullcontext():
                         return operator.expansion(*args, **(kwargs or {}))
                 if (
                     operator.kind is OpKind.VIEW
@@ -287,9 +289,11 @@ class DispatchMode(DeviceState):
         if create is None:
             outputs = [sparse_part for output in outputs for sparse_part in get_sparse_parts(output) or [output]]
         if target is not None:
-            self.recorder.storages.record_allocations(outputs, operator.name, site, target)
-            if create is None:  # the first time, with these layouts
-                record_column_broadcast(self.recorder, operator.name, call, outputs)
+            try:
+                self.recorder.storages.record_allocations(outputs, operator.name, site, target)
+            finally:
+                if create is None:  # the first time, with these layouts; also of an allocation that fails
+                    record_column_broadcast(self.recorder, operator.name, call, outputs)
             self.values.propagate(call.func, call.args, call.kwargs, outputs)
         return result
 

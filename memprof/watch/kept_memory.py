@@ -55,4 +55,5 @@ class KeptMemoryWatch:
         """Record the end of the program, with its variables still alive."""
         self.growth.record_run_end()
         self._idle.record_run_end()
+        self.untrained.record_run_end()
         self.caught_errors.find_holders()

@@ -80,6 +80,7 @@ class Phases:
         self._stepped_optimizers: weakref.WeakSet[Optimizer] = (
             weakref.WeakSet()
         )  # optimizers that have stepped in this step
+        self.num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that have ended
         self._known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have ever stepped
         # Optimizers that have stepped before, and were not in the step that ended last: those of an earlier model.
         self._idle_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -233,6 +234,7 @@ class Phases:
             return
         self._get_stepping_optimizer = _return_no_optimizer
         self._stepped_optimizers.add(optimizer)
+        self.num_steps[optimizer] = self.num_steps.get(optimizer, 0) + 1
         num_expected = len(self.optimizers) - len(self._idle_optimizers)
         self._end_step(optimizer, is_last=len(self._stepped_optimizers) >= num_expected)
 

@@ -85,6 +85,14 @@ def test_the_fix_of_a_line_is_what_to_do_first() -> None:
     assert "needs" not in do[1]  # no fix of another finding: with this one the run fits
 
 
+@pytest.mark.parametrize(("total_mib", "is_told"), [(2048, False), (65536, True)])
+def test_the_fix_of_a_note_is_told_where_the_run_fits(total_mib: int, is_told: bool) -> None:
+    evidence = (Evidence("fix at src/train.py:12: keep the number (.item())", source="/src/train.py:12 main"),)
+    report = document(total_mib * MIB)
+    text = with_findings(report, finding("memory-growth", Severity.NOTE, evidence=evidence))
+    assert ("- src/train.py:12: keep the number (.item())" in text.partition("\nDo\n")[2]) == is_told
+
+
 def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
     text = with_findings(document(8192 * MIB), finding("device-mismatch", Severity.ERROR))
     lines = text.splitlines()

@@ -18,7 +18,7 @@ REPORTS = list_reports()
 KNOWN: dict[str, str] = {}
 
 
-BY_DAY = ("fms_fsdp_152", "functorch_1058", "pinot_23", "pyg_459")
+BY_DAY = ("fms_fsdp_152", "functorch_1058", "minimize_39", "pinot_23", "pyg_459", "pytorch_2225")
 
 
 @pytest.mark.parametrize("name", by_day(REPORTS, *BY_DAY))

@@ -1,4 +1,7 @@
-"""Proposes host memory for a tensor that the program creates and fills in parts: a buffer for results."""
+"""Proposes host memory for a tensor that the GPU uses in parts.
+
+It is a buffer for results, or data of which a step takes some rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from memprof.findings.evidence import file_and_line, format_shape, is_inference
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import NONE, PhaseKind, Trace
+from memprof.trace.events import NONE, PhaseKind, Role, Trace
 
 MIN_SHARE = 0.25  # of the peak: smaller buffers are not what fills the GPU
+
+MIN_ROWS = 64  # of data: fewer may be one batch
 
 _CREATING = {f"aten.{name}" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")}
 _PHASES = (PhaseKind.MODEL, PhaseKind.INPUTS, PhaseKind.OTHER)  # in which no gradient is computed of what is created
@@ -31,6 +36,41 @@ def propose(context: Context) -> Iterator[Proposal]:
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = f'{where} in host memory (device="cpu"), copied in parts'
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+
+
+@proposes(56)
+def propose_data(context: Context) -> Iterator[Proposal]:
+    """Yield the change for data with the most bytes at the peak, if no other tensor has as many rows."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    data = [index for index in lifetimes.at_peak if _may_be_data(trace, index)]
+    largest = max(data, key=lambda index: trace.storages[index].num_bytes, default=None)
+    if largest is None:
+        return
+    num_rows = trace.storages[largest].shape[0]
+    alike = [index for index in data if trace.storages[index].shape[0] == num_rows]
+    if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes:
+        return
+    birth = max(lifetimes.births[index] for index in alike)
+    later = (one for one, born in zip(trace.storages, lifetimes.births, strict=True) if born > birth)
+    if any(one.device == trace.device and (num_rows in one.shape or _has_rows(one.shape, num_rows)) for one in later):
+        return
+    storage = trace.storages[largest]
+    where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
+    change = f"{where} in host memory (.cpu()), and only the rows of each step on the GPU"
+    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+
+
+def _may_be_data(trace: Trace, index: int) -> bool:
+    storage, owner = trace.storages[index], trace.owners.get(index)
+    is_own = storage.module == NONE and storage.source != NONE and not storage.hidden
+    is_input = owner is None or owner.role is Role.INPUT
+    is_long = bool(storage.shape) and storage.shape[0] >= MIN_ROWS
+    return is_own and is_input and is_long and trace.phases[storage.phase].kind in _PHASES
+
+
+def _has_rows(shape: tuple[int, ...], num_rows: int) -> bool:
+    """Return whether the rows of a tensor are made of `num_rows`: flattened."""
+    return bool(shape) and shape[0] > 0 and shape[0] % num_rows == 0
 
 
 def _is_used_whole(context: Context, buffers: list[int]) -> bool:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
-from memprof.findings.evidence import is_inference, is_peak_in_evaluation, param_names
+from memprof.findings.evidence import find_call_between_steps, is_inference, is_peak_in_evaluation, param_names
 from memprof.findings.finding import Context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
@@ -42,7 +42,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     while batch_size % rows:  # a batch is divided into equal ones
         rows -= 1
     changed = _keep_gradients(resize_rows(trace, batched, rows, batch_size))
-    if context.spec is None and (is_inference(trace) or is_peak_in_evaluation(context)):
+    if context.spec is None and (
+        is_inference(trace) or is_peak_in_evaluation(context) or find_call_between_steps(context)
+    ):
         yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}")
     elif _normalizes_batches(trace):
         normalized = f"batch normalization then sees these {rows} alone"
@@ -69,11 +71,14 @@ def find_batch_size(context: Context) -> int | None:
 
 
 def _list_input_shapes(context: Context) -> list[tuple[int, ...]]:
-    """Return the shapes of the model's inputs that are live at the peak, without those with one row."""
+    """Return the shapes of the model's inputs that are live at the peak, without those with one row, and without masks
+    [n x n] of n tokens."""
     trace = context.ledger.trace
     inputs = [index for index, owner in trace.owners.items() if owner.role is Role.INPUT]
-    shapes = (trace.storages[index].shape for index in inputs if index in context.lifetimes.at_peak)
-    return [shape for shape in shapes if shape and shape[0] > 1]
+    shapes = [trace.storages[index].shape for index in inputs if index in context.lifetimes.at_peak]
+    lengths = {size for shape in shapes if shape[:1] == (1,) for size in shape[1:]}
+    masks = {(length, length) for length in lengths}
+    return [shape for shape in shapes if shape and shape[0] > 1 and shape not in masks]
 
 
 def _find_batched(context: Context, batch_size: int) -> list[int]:
@@ -89,6 +94,8 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
     batched = list(trace.optional_storages())  # workspaces of convolutions
     num_workspaces, kept_keys = len(batched), find_kept_keys(context)
     kinds = _EVALUATING if is_peak_in_evaluation(context) else _PHASES  # a training beside it stays as it is
+    call = find_call_between_steps(context)
+    since = 0 if call is None else call.begin
     for index, storage in enumerate(trace.storages):
         shape, owner = storage.shape, trace.owners.get(index)
         if (
@@ -99,6 +106,8 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
         ):
             continue
         if trace.phases[storage.phase].kind not in kinds or (shape[0] % batch_size and batch_size not in shape):
+            continue
+        if context.lifetimes.births[index] < since:
             continue
         if kept_keys and make_key(trace, index) in kept_keys:
             continue

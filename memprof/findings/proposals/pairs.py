@@ -1,6 +1,7 @@
 """Proposes rows at a time for tensors of all pairs, which are larger than everything that they are computed from.
 
-Pairs are of two sets that are broadcast, or of indices and all classes: a one_hot.
+Pairs are of two sets that are broadcast, or of indices and all classes: a one_hot. In an evaluation, outside modules,
+also of two sets that are multiplied; and images that are made larger are as good as pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from memprof.findings.evidence import file_and_line, format_shape, is_inference,
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import EventKind, PhaseKind, Storage, Trace
+from memprof.trace.events import NONE, EventKind, PhaseKind, Storage, Trace
 from memprof.units import GIB
 
 MIN_SHARE = 0.01  # of the peak: smaller tensors of pairs do not decide whether the run fits
@@ -24,12 +25,15 @@ _CHUNK_BYTES = GIB  # that the pairs of the rows at a time may take
 _ELEMENTWISE = ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "stack")
 _BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
+_BATCHED_PRODUCTS = {"aten.bmm", "aten.baddbmm"}
+_RESIZING = "aten.upsample_"
 
 
 class Chunks(NamedTuple):
     """Rows at a time of a tensor of pairs."""
 
     first: int  # the storage of all pairs
+    axis: int  # the dimension of the rows
     rows: int  # at a time
     sizes: dict[int, int]  # storage -> bytes with so many rows: of the pairs, and of what is computed of them
 
@@ -44,11 +48,12 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
     may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
     is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
-    checkpointed = ", each under torch.utils.checkpoint" if is_checkpointed else ""
+    checkpointed = ", each under torch.utils.checkpoint if it needs gradients" if is_checkpointed else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
     is_one_hot = trace.op(storage) == "aten.zeros"
     lookup = "a lookup (F.embedding) if this one_hot is multiplied by a matrix, else " * is_one_hot
-    change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[0]} rows{checkpointed}"
+    along = f" along dimension {chunks.axis}" if chunks.axis else ""
+    change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
     place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}")
 
@@ -62,16 +67,23 @@ def find_chunks(context: Context) -> Chunks | None:
         return None
     first, num_inputs = found
     storage = trace.storages[first]
-    num_rows = storage.shape[0]
+    axis = _find_axis(trace, storage)
+    num_rows = storage.shape[axis]
     num_chunks = -(-storage.num_bytes // _CHUNK_BYTES)
     rows = -(-num_rows // min(num_chunks, num_rows))
     sizes = {
         index: -(-other.num_bytes * rows // num_rows)
         for index, other in enumerate(trace.storages)
         if births[index] >= births[first] or other.source == storage.source
-        if num_rows in other.shape[:2] and math.prod(other.shape) > num_inputs and index not in trace.owners
+        if num_rows in other.shape[: axis + 2] and math.prod(other.shape) > num_inputs and index not in trace.owners
     }
-    return Chunks(first, rows, sizes)
+    return Chunks(first, axis, rows, sizes)
+
+
+def _find_axis(trace: Trace, storage: Storage) -> int:
+    """Return the dimension of the rows: the first, or the second of a batched product or of an image made larger."""
+    op = trace.op(storage)
+    return 1 if op in _BATCHED_PRODUCTS or (op.startswith(_RESIZING) and storage.shape[0] == 1) else 0
 
 
 def _find_pairs(context: Context) -> tuple[int, int] | None:
@@ -84,6 +96,7 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
     widths = {size for index in param_names(trace) for size in trace.storages[index].shape}
     chunked = {time for call in trace.vmaps for time in range(call.begin, call.end)}  # by chunk_size, if at all
     min_bytes = MIN_SHARE * context.ledger.peak_bytes
+    in_evaluation = is_peak_in_evaluation(context)
     best: tuple[int, int] | None = None
     live: dict[int, int] = {}  # storage -> elements
     for time, (kind, index) in enumerate(trace.events):
@@ -91,7 +104,9 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
             storage = trace.storages[index]
             num_elements = math.prod(storage.shape)
             is_large = storage.num_bytes >= min_bytes and time not in chunked
-            if is_large and (_may_be_pairs(trace, storage, widths) or _is_one_hot(trace, storage, live)):
+            if is_large and (
+                _may_be_pairs(trace, storage, widths, in_evaluation=in_evaluation) or _is_one_hot(trace, storage, live)
+            ):
                 # Stacked tensors may all be there.
                 num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
                 if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):
@@ -102,10 +117,19 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
     return best
 
 
-def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int]) -> bool:
+def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int], *, in_evaluation: bool) -> bool:
     """Return whether the shape and the operator of `storage` are those of pairs; `widths`: sizes of parameters."""
     shape, op = storage.shape, trace.op(storage)
-    if len(shape) < 2 or min(shape[:2]) < 2 or storage.device != trace.device or storage.hidden:
+    if len(shape) < 2 or storage.device != trace.device or storage.hidden:
+        return False
+    if storage.module == NONE and shape[_find_axis(trace, storage)] > 1:
+        if op in _BATCHED_PRODUCTS and len(shape) == 3 and shape[1] == shape[2] and shape[1] not in widths:
+            return True
+        if in_evaluation and op in _PRODUCTS and widths.isdisjoint(shape):
+            return True
+        if (in_evaluation or is_inference(trace)) and op.startswith(_RESIZING):
+            return True
+    if min(shape[:2]) < 2:
         return False
     if trace.phases[storage.phase].kind is PhaseKind.BACKWARD:
         return False

@@ -1,4 +1,5 @@
-"""Proposes chunks for calls of torch.func.vmap, jacrev, jacfwd and hessian, which compute all rows at once."""
+"""Proposes chunks for calls of torch.func.vmap, jacrev, jacfwd and hessian, which compute all rows at once, and one row
+after another for torch.autograd.functional."""
 
 from __future__ import annotations
 
@@ -23,16 +24,21 @@ def propose(context: Context) -> Iterator[Proposal]:
         if call.rows > 1:
             calls[call.source, call.function, call.rows].append(call)
     for (source, function, num_rows), own in calls.items():
+        is_vectorized = function.startswith("autograd.")
         results = {index for call in own for index in _find_results(context, call)}
         inner = [index for call in own for index in _find_batched(context, call) if index not in results]
         if not inner:
             continue
-        rows = find_fitting_rows(context, inner, num_rows)
+        rows = 1 if is_vectorized else find_fitting_rows(context, inner, num_rows)
         births = {index: context.lifetimes.births[index] for index in results}
         changed = _join_results(resize_rows(trace, inner, rows, num_rows), births, own)
-        how = "vmap of jvp (jacfwd has none)" if function == "jacfwd" else function
         line = file_and_line(trace.source_at(source))
-        yield Proposal(changed, f"chunk_size={rows} in torch.func.{how} at {line}, which takes {num_rows} rows at once")
+        how = "vmap of jvp (jacfwd has none)" if function == "jacfwd" else function
+        change = f"chunk_size={rows} in torch.func.{how} at {line}"
+        if is_vectorized:
+            setting = "is_grads_batched" if function == "autograd.grad" else "vectorize"
+            change = f"{setting}=False in torch.{function} at {line}, one row after another"
+        yield Proposal(changed, f"{change}, which takes {num_rows} rows at once")
 
 
 def _find_batched(context: Context, call: VmapCall) -> list[int]:
@@ -55,6 +61,8 @@ def _find_results(context: Context, call: VmapCall) -> list[int]:
     out_of_memory = context.ledger.out_of_memory
     if not trace.ended_out_of_memory or out_of_memory is None or not call.begin <= out_of_memory.event < call.end:
         return [index for index in batched if lifetimes.deaths[index] >= call.end]
+    if call.function.startswith("autograd."):  # results are of the inputs, and small beside what is computed for them
+        return []
     earlier = lifetimes.find_live(call.begin, range(len(trace.storages))).storages
     lines = {call.source, *(trace.storages[index].source for index in batched)}
     inputs = (index for index in earlier if lines.isdisjoint(_list_sources(trace, index)))

@@ -84,8 +84,7 @@ def _render_causes(document: Report) -> list[RenderableType]:
         largest = () if is_explained else _describe_largest_category(document, causes[0])
         return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
     lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
-    # A note of fragmentation is of a run with room for it.
-    notes = [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
+    notes = _list_notes(document)
     title = "Why: the largest tensors at the peak" if document.verdict.fits is False else "Largest at the peak"
     return [make_section(title, *lines, *map(_render_title, notes), below=1)]
 
@@ -100,6 +99,12 @@ def list_causes(document: Report) -> list[Finding]:
     for finding in shown:
         by_title.setdefault(finding.title, finding)
     return list(by_title.values())[:MAX_CAUSES]
+
+
+def _list_notes(document: Report) -> list[Finding]:
+    """Return the note that is shown where there is no cause, if there is one."""
+    # A note of fragmentation is of a run with room for it.
+    return [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
 
 
 def _render_title(finding: Finding) -> Text:
@@ -157,7 +162,8 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     actions = []
-    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *list_causes(document)])):
+    shown = list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
+    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown])):
         code = read_code(source, code_folder) if source and code_folder else None
         actions.append(Action(fix, code or ""))
     decisive = [finding for finding in document.findings[:1] if finding.is_decisive]

@@ -62,6 +62,22 @@ def test_what_is_meant(compute: Compute) -> None:
     assert not run(compute)
 
 
+@pytest.mark.parametrize("compute", [lambda y, t: y + t, lambda y, t: t * y, lambda y, t: y - t])
+def test_dimensions_are_aligned_from_the_right(compute: Compute) -> None:
+    """[N, 1, 1] with [N, 1]: also sums and products, which are the cause where memory runs out in them."""
+
+    def run_compute() -> None:
+        program(lambda y, t: compute(y[:, :, None].clone(), t[:, None].clone()))
+
+    (finding,) = told(run_out_of_memory(run_compute, 200 * MIB))
+    assert f"[{N} x 1 x 1] with [{N} x 1] makes [{N} x {N} x 1]" in finding.title and finding.is_decisive
+    assert finding.evidence[0].text.endswith(f"squeeze(-1) on [{N} x 1 x 1]")
+
+
+def test_other_dimensions_are_no_ones() -> None:
+    assert not run(lambda y, t: y[:, :, None] + torch.stack([t, t], 1))
+
+
 def test_it_is_not_the_cause_for_all_pairs_may_be_meant() -> None:
     context = run_out_of_memory(lambda: program(lambda y, t: (y - t) ** 2), 400 * MIB)
     (finding,) = told(context)

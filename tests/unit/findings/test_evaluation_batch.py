@@ -50,6 +50,13 @@ def test_both_shapes_the_line_and_what_training_allocates() -> None:
     assert finding.evidence[0].text.startswith("fix at x/train.py:9: ") and finding.evidence[0].source == LINE
 
 
+@pytest.mark.parametrize(("usable_mib", "decides"), [(139, False), (142, True), (300, True), (400, False)])
+def test_it_is_the_cause_where_training_fits(usable_mib: int, decides: bool) -> None:
+    """Training takes 140 MiB, and all 380."""
+    finding = found(evaluated(120), usable_mib * MIB)
+    assert finding is not None and finding.is_decisive == decides
+
+
 def test_where_the_run_fits_it_is_a_note() -> None:
     finding = found(evaluated(120), 400 * MIB)
     assert finding is not None and finding.severity is Severity.NOTE
@@ -58,6 +65,15 @@ def test_where_the_run_fits_it_is_a_note() -> None:
 @pytest.mark.parametrize(("rows", "is_told"), [(119, False), (120, True), (121, True)])
 def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None:
     assert (found(evaluated(rows, in_training=80)) is not None) is is_told
+
+
+def test_a_batch_that_is_gone_does_not_decide_the_peak() -> None:
+    """What the evaluation has put together does, as the similarities of all embeddings."""
+    b = evaluated(120)
+    batch = next(index for index, storage in enumerate(b.trace.storages) if storage.shape == (120, ROW))
+    b.free(batch)
+    b.alloc(400 * MIB)
+    assert found(b) is None
 
 
 def test_gradients_of_inputs_alone_are_no_training() -> None:

@@ -323,6 +323,18 @@ def test_a_cache_that_keeps_the_graphs_of_all_calls() -> None:
     assert (line.num_bytes, line.shape) == (30 * MIB, (10 * MIB,))
 
 
+@pytest.mark.parametrize("line", ["eval.py:5 main", "loss.py:9 target"])
+def test_of_calls_that_a_loss_makes_those_for_a_target_are_told_by_their_line(line: str) -> None:
+    """A model in eval mode is called for what is differentiated, and for a target, whose graph is dropped."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    _, saved = b.call(512, 20 * MIB, nodes=5)
+    b.free(*b.call(512, 20 * MIB, nodes=5, line=line))
+    b.phase(PhaseKind.BACKWARD)
+    b.free(saved)
+    found = evaluation_with_gradients.find(b.context())
+    assert len(found) == (line != CALL) and all("at loss.py:9 keep" in one.title for one in found)
+
+
 def test_a_line_that_trains_too_is_not_to_be_edited() -> None:
     b = with_graphs()
     b.phase(PhaseKind.BACKWARD)

@@ -537,6 +537,15 @@ def test_a_bounded_container_is_told_where_memory_runs_out() -> None:
     assert find(b.context(60 * MIB)) and not find(b.context(600 * MIB)) and not find(b.context())
 
 
+@pytest.mark.parametrize(("other_mib", "is_told"), [(10, True), (12, False), (14, False)])
+def test_a_bounded_container_is_a_quarter_of_the_memory_that_has_run_out(other_mib: int, is_told: bool) -> None:
+    """It has 4 MiB, of a little more than 16 with 12 others; there is no prediction of what has come already."""
+    b = kept(4, LOSSES._replace(kind="deque", limit=100))
+    b.alloc(other_mib << 20)
+    b.trace.ended_out_of_memory = True
+    assert bool(find(b.context(8 << 20))) == is_told
+
+
 @pytest.mark.parametrize(("num_bytes", "is_told"), [(64 << 10, True), ((64 << 10) - 512, False)])
 def test_little_that_accumulates_until_the_peak_is_let_pass(num_bytes: int, is_told: bool) -> None:
     """Here it is more than a twentieth of the peak, which has little else."""

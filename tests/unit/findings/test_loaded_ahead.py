@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from memprof.findings import Context, find_all
+from memprof.findings import Context, Severity, find_all
 from memprof.findings.loaded_ahead import find
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import NONE, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.full_gpu import run_out_of_memory
 from tests.unit.traces import TraceBuilder
@@ -59,3 +59,46 @@ def fill(
 )
 def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, is_found: bool) -> None:
     assert bool(find(context)) is is_found
+
+
+def train_on(
+    num_tensors: int = 8, *, mib: int = 8, other_mib: int = 0, uses_all: bool = False, is_late: bool = False
+) -> Context:
+    """Five steps, each of which uses one of the tensors that were loaded, or all."""
+    b = TraceBuilder(PhaseKind.INPUTS)
+    if is_late:
+        b.phase(PhaseKind.FORWARD)
+    loaded = [b.alloc(mib * MIB, line="train.py:8 main") for _ in range(num_tensors)]
+    if other_mib:
+        b.alloc(other_mib * MIB, line="train.py:2 main")
+    uses = [NONE] * len(b.trace.storages)
+    for step in range(1, 6):
+        b.phase(PhaseKind.FORWARD, step)
+        made = b.alloc(MIB)
+        for index in loaded if uses_all else loaded[step : step + 1]:
+            uses[index] = len(b.trace.events)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.free(made)
+        uses.append(NONE)
+    b.trace.last_uses = uses
+    return b.context(4096 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("context", "is_found"),
+    [
+        (train_on(), True),
+        (train_on(7, mib=10), False),
+        (train_on(mib=7), False),  # 56 MiB
+        (train_on(9, mib=7), False),  # 63
+        (train_on(other_mib=570), True),  # 64 of 635
+        (train_on(other_mib=580), False),  # of 645
+        (train_on(20), True),  # most were not used yet
+        (train_on(uses_all=True), False),
+        (train_on(is_late=True), False),
+    ],
+)
+def test_what_steps_use_in_turn(context: Context, is_found: bool) -> None:
+    """64 MiB and a tenth of the peak, in a run that fits: a note."""
+    found = find(context)
+    assert bool(found) is is_found and all(one.severity is Severity.NOTE and not one.is_decisive for one in found)

@@ -242,6 +242,20 @@ def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: No
     assert found.text.endswith("up to the failed allocation, which then succeeds")
 
 
+@pytest.mark.parametrize(("second_mib", "is_told"), [(18, True), (20, False), (22, False)])
+def test_what_still_fails_takes_less_than_the_run(alone: None, second_mib: int, is_told: bool) -> None:
+    """Without a limit the run reserves 200 MiB, and with its cache released 160 MiB, of which there are 100."""
+    shrink(1, 1, second_mib * MIB)
+    b = TraceBuilder()
+    first, _ = b.alloc(40 * MIB), b.alloc(60 * MIB)
+    b.free(first)
+    b.alloc(100 * MIB)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.trace.ended_out_of_memory = True
+    found = suggest(b.context(100 * MIB))
+    assert bool(found) == is_told and all(one.fits is False for one in found)
+
+
 @pytest.mark.parametrize(("usable_mib", "fits"), [(400, True), (399, False)])
 def test_the_first_step_of_an_optimizer_has_to_fit_too(alone: None, usable_mib: int, fits: bool) -> None:
     """Parameters of 100 MiB, their gradients, and two tensors of state that they still get."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import functional
 from torch.func import hessian, jacfwd, jacrev, vmap
 
 import memprof
@@ -17,6 +18,16 @@ def record(function: Callable[[torch.Tensor], Any]) -> Trace:
     with memprof.virtual_gpu("h100-80gb") as gpu:
         function(torch.ones(6, device="cuda"))
     return gpu.trace
+
+
+def batched_gradient(x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of each element, to `x`, and to another tensor, which may have none."""
+    x.requires_grad_()
+    other.requires_grad_()
+    rows = torch.eye(6, device="cuda")
+    first, second = torch.autograd.grad(cube(x), (x, other), rows, is_grads_batched=True, allow_unused=True)
+    assert first.shape == (6, 6) and (second is None) == (other is not x)
+    return first, second
 
 
 def cube(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +43,13 @@ def cube(x: torch.Tensor) -> torch.Tensor:
         (jacrev(cube, chunk_size=4), [("jacrev", 4), ("jacrev", 2)]),
         (jacfwd(cube), [("jacfwd", 6)]),
         (hessian(lambda x: cube(x).sum()), [("jacrev", 1), ("jacfwd", 6)]),
+        (lambda x: functional.jacobian(cube, x, vectorize=True), [("autograd.functional.jacobian", 6)]),
+        (
+            lambda x: functional.hessian(lambda y: cube(y).sum(), x, vectorize=True),
+            [("autograd.functional.hessian", 6)],
+        ),
+        (lambda x: batched_gradient(x, x), [("autograd.grad", 6)]),
+        (lambda x: batched_gradient(x, torch.ones(6, device="cuda")), [("autograd.grad", 6)]),
         (cube, []),
     ],
 )
