@@ -188,7 +188,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
             what = f"{num_models} sets of parameters added to one model one after another{place}, {each} each"
             fix = "remove each set from the model after its use (PEFT: model.delete_adapter(NAME))"
             return [_Group(what, fix, source, list(models), is_model=True)]
-        what = f"{num_models} models built one after another, {each} each with gradients, optimizer state and buffers"
+        what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         models = sorted(replaced)
         what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
