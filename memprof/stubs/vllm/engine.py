@@ -19,6 +19,7 @@ from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
 from memprof.serving.outside_torch import estimate_outside_torch
 from memprof.serving.releases import read_vllm_rules
+from memprof.stubs.engine_files import TOKENIZER_FILES, WEIGHT_FILES, has_files
 from memprof.stubs.vllm.peak import describe_peak
 from memprof.units import format_bytes
 from memprof.virtual.install_context import InstallContext
@@ -29,8 +30,6 @@ _OUTSIDE_TORCH = (
     "Outside torch, {} are taken for kernels' code and local memory, and for NCCL: as published start-up logs have it."
 )
 _IN_PROCESS = "vLLM's engine runs in this process, and not in processes of its own; no request is served."
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model", "*.tiktoken")
 # Functions that raise ValueError where the memory does not suffice -> the modules that call them.
 _REFUSING_FUNCTIONS = {
     "vllm.v1.engine.core": ("get_kv_cache_configs",),
@@ -65,11 +64,11 @@ class EngineStart:
         def create_engine_config(arguments: Any, *args: Any, **kwargs: Any) -> Any:
             assume(_IN_PROCESS)
             folder = Path(arguments.model)
-            if arguments.load_format == "auto" and not _has_files(folder, arguments.model, _WEIGHT_FILES):
+            if arguments.load_format == "auto" and not has_files(folder, arguments.model, WEIGHT_FILES):
                 assume(_NO_WEIGHTS.format(arguments.model))
                 arguments.load_format = "dummy"
             tokenizer = arguments.tokenizer or arguments.model
-            if not (arguments.skip_tokenizer_init or _has_files(Path(tokenizer), tokenizer, _TOKENIZER_FILES)):
+            if not (arguments.skip_tokenizer_init or has_files(Path(tokenizer), tokenizer, TOKENIZER_FILES)):
                 assume(_NO_TOKENIZER.format(tokenizer))
                 arguments.skip_tokenizer_init = True
             num_workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
@@ -255,18 +254,6 @@ def _subtract(total: int | None, *parts: int | None) -> int | None:
 
 def _round(value: Any) -> int | None:
     return None if value is None else int(value)
-
-
-def _has_files(folder: Path, name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether the model `name`, a folder or a repository of the hub that may be cached, has one of the files."""
-    if not folder.is_dir():
-        if name.count("/") > 1 or name.startswith("/"):
-            return True  # a path that vLLM will refuse itself
-        from huggingface_hub import constants, file_download
-
-        cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
-        return any(path for pattern in patterns for path in cache.glob(f"snapshots/*/{pattern}"))
-    return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def _make_rank_variables(num_workers: int) -> dict[str, str]:
