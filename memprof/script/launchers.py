@@ -1,4 +1,4 @@
-"""Launchers (torchrun, accelerate, deepspeed, engines): one process that they would start is run in this process instead.
+"""Launchers (torchrun, accelerate, deepspeed, engines): one process that they would start runs in this process instead.
 
 A launcher's child process would not see the virtual GPU. Arguments are parsed by the launcher's own parser, where
 installed, while the virtual GPUs exist, so that `--nproc_per_node gpu` means their number.
@@ -269,7 +269,12 @@ def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection)
 
 
 def _start_engine(
-    arguments: Sequence[str], selection: ProcessSelection, *, package: str, words: tuple[str, ...], sizes: tuple[tuple[str, ...], ...]
+    arguments: Sequence[str],
+    selection: ProcessSelection,
+    *,
+    package: str,
+    words: tuple[str, ...],
+    sizes: tuple[tuple[str, ...], ...],
 ) -> ProcessStart:
     """Return the selected worker of an inference engine's server, which has a worker for each GPU of the model.
 
@@ -281,7 +286,9 @@ def _start_engine(
     Raises UsageError: the engine is not installed.
     """
     if importlib.util.find_spec(package) is None:
-        hint = f"memprof help serving has the line that installs its Python code; or memprof recommend --engine {package}"
+        hint = (
+            f"memprof help serving has the line that installs its Python code; or memprof recommend --engine {package}"
+        )
         raise UsageError(f"{_ENGINES[package]} is not installed", value=" ".join(words), hint=hint)
     parser = argparse.ArgumentParser(prog=package, add_help=False, allow_abbrev=False)
     for flags in sizes:

@@ -10,4 +10,8 @@ import logging
 from memprof.stubs.registry import stub
 
 logger = logging.Logger("flashinfer.jit")
-stub("flashinfer.jit.core.logger", "flashinfer.jit.logger", source="flashinfer-ai/flashinfer@v0.6.17:flashinfer/jit/core.py")(logger)
+stub(
+    "flashinfer.jit.core.logger",
+    "flashinfer.jit.logger",
+    source="flashinfer-ai/flashinfer@v0.6.17:flashinfer/jit/core.py",
+)(logger)

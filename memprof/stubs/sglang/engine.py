@@ -1,5 +1,4 @@
-"""The start of SGLang's engine: its scheduler in this process, with dummy weights where there are none, and what decides
-its KV cache.
+"""The start of SGLang's engine: its scheduler in this process, dummy weights where there are none, and the KV cache.
 
 Names of SGLang are those of v0.5.13 and v0.5.23; a figure that a release has under another name is not known. Sources:
 python/sglang/srt/entrypoints/engine.py (_launch_scheduler_processes), managers/scheduler.py (run_scheduler_process),
@@ -21,7 +20,8 @@ import torch
 
 from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
-from memprof.stubs.engine_files import TOKENIZER_FILES, WEIGHT_FILES, has_files
+from memprof.stubs.engines import TOKENIZER_FILES, WEIGHT_FILES, has_files, patch_groups
+from memprof.stubs.finder import is_stub
 from memprof.units import GIB
 from memprof.virtual.install_context import InstallContext
 
@@ -77,7 +77,7 @@ class EngineStart:
         """Yield a patch by which the scheduler runs in this process; what the server would do next needs the answers
         of a scheduler, so that the run ends there."""
 
-        def launch(cls: Any, server_args: Any, port_args: Any, run_scheduler: Callable[..., None], **_: Any) -> Any:
+        def launch(cls: Any, /, server_args: Any, port_args: Any, run_scheduler: Callable[..., None], **_: Any) -> Any:
             self._context.assume(_IN_PROCESS)
             values = {"server_args": server_args, "port_args": port_args, "pipe_writer": None, "dp_rank": None}
             ranks = {
@@ -93,6 +93,14 @@ class EngineStart:
             raise SystemExit(0)
 
         yield module.Engine, "_launch_scheduler_processes", classmethod(launch)
+        original = module.assert_pkg_version
+
+        @functools.wraps(original)
+        def assert_pkg_version(package: str, *args: Any, **kwargs: Any) -> None:
+            if package != "flashinfer_python" or not is_stub("flashinfer"):  # a stub is as good as any release
+                original(package, *args, **kwargs)
+
+        yield module, "assert_pkg_version", assert_pkg_version
 
     def _patch_scheduler(self, module: Any) -> Iterator[Patch]:
         """Yield patches that report an engine's budget once its scheduler is ready, or has refused to start."""
@@ -177,7 +185,7 @@ class EngineStart:
             utilization=getattr(runner, "mem_fraction_static", None),
             weights_bytes=_to_bytes(getattr(runner, "weight_load_mem_usage", None)),
             outside_torch_bytes=None if self._free_bytes is None else total - self._free_bytes,
-            graph_taken_bytes=self._graph_bytes,
+            graph_taken_bytes=self._graph_bytes or None,
             kv_cache_bytes=_to_bytes(getattr(pool, "mem_usage", None)),
             block_size=getattr(runner, "page_size", None),
             num_tokens=tokens,
@@ -193,6 +201,7 @@ def _to_bytes(gib: float | None) -> int | None:
 
 _PATCHES: dict[str, Callable[[EngineStart, Any], Iterator[Patch]]] = {
     "sglang.srt.utils.common": EngineStart._patch_children,
+    "sglang.srt.distributed.parallel_state": lambda start, module: patch_groups(module),
     "sglang.srt.server_args": EngineStart._patch_arguments,
     "sglang.srt.entrypoints.engine": EngineStart._patch_launch,
     "sglang.srt.managers.scheduler": EngineStart._patch_scheduler,

@@ -19,7 +19,7 @@ from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
 from memprof.serving.outside_torch import estimate_outside_torch
 from memprof.serving.releases import read_vllm_rules
-from memprof.stubs.engine_files import TOKENIZER_FILES, WEIGHT_FILES, has_files
+from memprof.stubs.engines import TOKENIZER_FILES, WEIGHT_FILES, has_files, patch_groups
 from memprof.stubs.vllm.peak import describe_peak
 from memprof.units import format_bytes
 from memprof.virtual.install_context import InstallContext
@@ -80,16 +80,6 @@ class EngineStart:
             return original(arguments, *args, **kwargs)
 
         yield module.EngineArgs, "create_engine_config", create_engine_config
-
-    def _patch_groups(self, module: Any) -> Iterator[Patch]:
-        """Yield a patch by which workers send each other objects by torch.distributed, and not by shared memory."""
-        original = module.GroupCoordinator.__init__
-
-        @functools.wraps(original)
-        def __init__(group: Any, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **{**kwargs, "use_message_queue_broadcaster": False})
-
-        yield module.GroupCoordinator, "__init__", __init__
 
     def _patch_core(self, module: Any) -> Iterator[Patch]:
         """Yield a patch that reports an engine's budget once the engine is ready, or has refused to start."""
@@ -267,7 +257,7 @@ def _make_rank_variables(num_workers: int) -> dict[str, str]:
 
 _PATCHES: dict[str, Callable[[EngineStart, Any], Iterator[Patch]]] = {
     "vllm.engine.arg_utils": EngineStart._patch_arguments,
-    "vllm.distributed.parallel_state": EngineStart._patch_groups,
+    "vllm.distributed.parallel_state": lambda start, module: patch_groups(module),
     "vllm.v1.engine.core": EngineStart._patch_core,
     "vllm.v1.engine.core_client": EngineStart._patch_client,
     "vllm.entrypoints.cli.serve": EngineStart._patch_server,

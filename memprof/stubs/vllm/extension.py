@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from memprof.patching import Extension, Patch
+from memprof.stubs.engines import set_variables
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.stubs.vllm import engine
 from memprof.stubs.vllm.binaries import BinaryFinder
@@ -60,21 +59,15 @@ class Vllm(Extension):
                 context.assume(_NO_FLASHINFER)
 
         finder = BinaryFinder("vllm", note_use)
-        folder = tempfile.mkdtemp(prefix="memprof-vllm-")
-        previous = {name: os.environ.get(name) for name in (*_VARIABLES, _CACHE_VARIABLE, _SAMPLER_VARIABLE)}
-        os.environ.update(_VARIABLES, **{_CACHE_VARIABLE: folder})
+        variables = dict(_VARIABLES)
         if not has_flashinfer and _SAMPLER_VARIABLE not in os.environ:
-            os.environ[_SAMPLER_VARIABLE] = "0"
+            variables[_SAMPLER_VARIABLE] = "0"
         sys.meta_path.insert(0, finder)
         try:
-            yield
+            with set_variables(_CACHE_VARIABLE, variables):
+                yield
         finally:
             sys.meta_path.remove(finder)
-            for name, value in previous.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-            shutil.rmtree(folder, ignore_errors=True)
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of `module`, by the name of one of `imports`."""
