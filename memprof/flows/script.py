@@ -25,6 +25,7 @@ from memprof.flows.gpus import (
     resolve_settings,
     resolve_spec_settings,
 )
+from memprof.flows.recommend.engine import advise_engine
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -71,10 +72,14 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
 
 
 def add_engine(document: Report, engine: EngineBudget | None) -> Report:
-    """Return `document` with the budget of the inference engine that the script has started, if any."""
+    """Return `document` with the budget of the inference engine that the script has started, if any, and with what to
+    change if it does not start."""
     if engine is None:
         return document
-    return dataclasses.replace(document, engine=dataclasses.replace(engine, assumptions=document.assumptions))
+    advised = advise_engine(engine)
+    return dataclasses.replace(
+        document, engine=dataclasses.replace(advised, assumptions=(*document.assumptions, *advised.assumptions))
+    )
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:

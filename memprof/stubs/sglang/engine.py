@@ -111,7 +111,7 @@ class EngineStart:
             try:
                 original(scheduler, server_args, *args, **kwargs)
             except Exception as error:
-                if str(error).startswith(_REFUSAL):
+                if isinstance(error, torch.OutOfMemoryError) or _REFUSAL in str(error):
                     self._context.on_engine_start(self._make_budget(server_args, str(error)))
                 raise _SchedulerEnd from error
             self._context.on_engine_start(self._make_budget(server_args))

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
 from memprof.serving.outside_torch import estimate_outside_torch
@@ -90,7 +92,9 @@ class EngineStart:
             self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
             try:
                 original(core, vllm_config, *args, **kwargs)
-            except ValueError:
+            except (ValueError, torch.OutOfMemoryError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._refusal = str(error)
                 if self._refusal:
                     self._context.on_engine_start(self._make_budget(core, vllm_config))
                 raise
