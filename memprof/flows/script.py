@@ -25,6 +25,7 @@ from memprof.flows.gpus import (
     resolve_settings,
     resolve_spec_settings,
 )
+from memprof.flows.hub_errors import suggest_folder
 from memprof.flows.recommend.engine import advise_engine
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
@@ -143,7 +144,8 @@ def capture_run(
         program, device, rule, script_fixes.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
     )
     if trace.failure is not None:
-        trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
+        hint = _suggest_torchrun(program, spec, outcome) or suggest_folder(outcome.error)
+        trace.failure = trace.failure._replace(hint=hint or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual and (outcome.engine is None or outcome.engine.starts):
         trace.assumptions.append(OOM_END_NOTE)
     if not trace.may_train or (outcome.ended is EndReason.EXIT and not _list_backward_steps(trace)):
