@@ -33,6 +33,8 @@ _NAMESPACES = {
     "flash_ops": ("sgl_kernel",),
     "flashmla_ops": ("sgl_kernel",),
 }
+# A module that its importer does without: it needs the CUDA runtime. sleep.py has what its allocator does.
+_ABSENT = ".cumem_allocator"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _functions: dict[str, tuple[str, Callable[..., Any]]] = {}  # "namespace.operator" -> dispatch key, function
 
@@ -71,6 +73,8 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Return the spec of a compiled module of the package, None for all other modules."""
         if not name.startswith(self._prefix):
             return None
+        if name.endswith(_ABSENT):
+            raise ModuleNotFoundError(f"{name} needs CUDA", name=name)
         spec = PathFinder.find_spec(name, path)
         if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
             return None

@@ -49,6 +49,7 @@ class EngineStart:
         self._graph_taken_bytes: int | None = None
         self._refusal = ""
         self._tensor_parallel = 1
+        self._is_over = False
 
     def get_patches(self, module: ModuleType) -> Iterator[Patch]:
         """Yield the patches of `module`, one of `MODULES`."""
@@ -101,6 +102,18 @@ class EngineStart:
             self._context.on_engine_start(self._make_budget(core, vllm_config))
 
         yield module.EngineCore, "__init__", __init__
+        original_shutdown = module.EngineCore.shutdown
+
+        @functools.wraps(original_shutdown)
+        def shutdown(core: Any) -> None:
+            if not self._is_over:  # an engine that the program keeps is shut down when Python exits, without a GPU
+                original_shutdown(core)
+
+        yield module.EngineCore, "shutdown", shutdown
+
+    def end(self) -> None:
+        """Note that the run is over."""
+        self._is_over = True
 
     def _patch_client(self, module: Any) -> Iterator[Patch]:
         """Yield a patch by which a server's engine starts in this process; what the server would do next needs the

@@ -15,6 +15,7 @@ from memprof.stubs.engines import set_variables
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.stubs.vllm import engine
 from memprof.stubs.vllm.binaries import BinaryFinder
+from memprof.stubs.vllm.sleep import SleepMode
 from memprof.virtual.install_context import InstallContext
 
 _NOT_LOADED = (
@@ -38,7 +39,7 @@ _NO_FLASHINFER = (
 class Vllm(Extension):
     """The extension by which vLLM's own code starts an engine on the virtual GPU, in this process."""
 
-    imports = ("vllm.model_executor.models.registry", *engine.MODULES)
+    imports = ("vllm.model_executor.models.registry", "vllm.device_allocator.cumem", *engine.MODULES)
 
     def __init__(self) -> None:
         self._start: engine.EngineStart | None = None
@@ -68,12 +69,16 @@ class Vllm(Extension):
                 yield
         finally:
             sys.meta_path.remove(finder)
+            if self._start is not None:
+                self._start.end()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of `module`, by the name of one of `imports`."""
         if module.__name__ in engine.MODULES:
             self._start = self._start or engine.EngineStart(context)
             yield from self._start.get_patches(module)
+        if module.__name__ == "vllm.device_allocator.cumem":
+            yield from SleepMode(context).get_patches(module)
         # A model's class is imported to read its properties, in a process that must not initialize CUDA.
         if hasattr(module, "_run_in_subprocess"):
             yield module, "_run_in_subprocess", _call

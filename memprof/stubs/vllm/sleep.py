@@ -1,0 +1,88 @@
+"""vLLM's sleep mode: the engine gives its memory back while it sleeps, and the trainer of the same process uses it.
+
+On a GPU, vllm/device_allocator/cumem.py maps and unmaps memory below torch's tensors, by a compiled allocator. Here the
+storages that were allocated in its pool are resized to nothing and back, which the trace has as frees and allocations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memprof.patching import Patch
+from memprof.virtual.install_context import InstallContext
+
+_ALWAYS_WOKEN = ("runtime", "cudagraph", "default", "workspace")
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Memory of one storage in the pool of a tag."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    tag: str
+    asleep_bytes: int = 0  # 0: it is awake
+    backup: torch.Tensor | None = None  # on the host
+
+
+class SleepMode:
+    """The memory that the engine has allocated in its pools."""
+
+    def __init__(self, context: InstallContext) -> None:
+        self._storages = context.recorder.storages
+        self._num_storages: Callable[[], int] = lambda: len(context.recorder.trace.storages)
+        self._memory: list[_Memory] = []
+
+    def get_patches(self, module: Any) -> Iterator[Patch]:
+        """Yield patches of `module`, vllm.device_allocator.cumem."""
+        allocator = module.CuMemAllocator
+        yield module, "cumem_available", True
+        yield allocator, "use_memory_pool", lambda _, tag=None: self._use_pool(tag or allocator.default_tag)
+        yield allocator, "sleep", lambda _, offload_tags=allocator.default_tag: self._sleep(_list(offload_tags))
+        yield allocator, "discard", lambda _, tags: self._sleep((), _list(tags))
+        yield allocator, "wake_up", lambda _, tags=None: self._wake_up(tags)
+        yield allocator, "get_current_usage", lambda _: sum(self._count(memory) for memory in self._memory)
+
+    @contextlib.contextmanager
+    def _use_pool(self, tag: str) -> Iterator[None]:
+        """Context manager: storages that the body allocates and keeps belong to the pool of `tag`."""
+        first = self._num_storages()
+        try:
+            yield
+        finally:
+            self._memory += [_Memory(weakref.ref(storage), tag) for storage in self._storages.list_gpu_storages(first)]
+
+    def _sleep(self, backup_tags: Sequence[str], tags: Sequence[str] | None = None) -> None:
+        """Free the memory of `tags` (None: of all); that of `backup_tags` is copied to pinned memory of the host."""
+        for memory in self._memory:
+            storage = memory.storage()
+            if storage is None or memory.asleep_bytes or (tags is not None and memory.tag not in tags):
+                continue
+            num_bytes = storage.nbytes()
+            if memory.tag in backup_tags:
+                memory.backup = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            memory.asleep_bytes = num_bytes
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def _wake_up(self, tags: Sequence[str] | None) -> None:
+        """Allocate what sleeps of `tags` (None: of all), and always what is neither weights nor KV cache."""
+        torch.cuda.empty_cache()
+        for memory in self._memory:
+            storage = memory.storage()
+            if storage is not None and memory.asleep_bytes and (tags is None or memory.tag in (*tags, *_ALWAYS_WOKEN)):
+                storage.resize_(memory.asleep_bytes)
+                memory.asleep_bytes, memory.backup = 0, None
+
+    def _count(self, memory: _Memory) -> int:
+        storage = memory.storage()
+        return 0 if storage is None else memory.asleep_bytes or storage.nbytes()
+
+
+def _list(tags: Any) -> Sequence[str]:
+    return (tags,) if isinstance(tags, str) else tags or ("default",)
