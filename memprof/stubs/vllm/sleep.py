@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memprof.patching import Patch
+from memprof.trace.events import NONE
 from memprof.virtual.install_context import InstallContext
 
 _ALWAYS_WOKEN = ("runtime", "cudagraph", "default", "workspace")
@@ -27,6 +28,7 @@ class _Memory:
     storage: weakref.ref[torch.UntypedStorage]
     tag: str
     asleep_bytes: int = 0  # 0: it is awake
+    index: int = NONE  # in the trace, before it slept
     backup: torch.Tensor | None = None  # on the host
 
 
@@ -35,7 +37,7 @@ class SleepMode:
 
     def __init__(self, context: InstallContext) -> None:
         self._storages = context.recorder.storages
-        self._num_storages: Callable[[], int] = lambda: len(context.recorder.trace.storages)
+        self._trace = context.recorder.trace
         self._memory: list[_Memory] = []
 
     def get_patches(self, module: Any) -> Iterator[Patch]:
@@ -51,7 +53,7 @@ class SleepMode:
     @contextlib.contextmanager
     def _use_pool(self, tag: str) -> Iterator[None]:
         """Context manager: storages that the body allocates and keeps belong to the pool of `tag`."""
-        first = self._num_storages()
+        first = len(self._trace.storages)
         try:
             yield
         finally:
@@ -67,6 +69,7 @@ class SleepMode:
             if memory.tag in backup_tags:
                 memory.backup = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             memory.asleep_bytes = num_bytes
+            memory.index = self._storages.index_by_address.get(storage._cdata, NONE)
             storage.resize_(0)
         torch.cuda.empty_cache()
 
@@ -78,6 +81,15 @@ class SleepMode:
             if storage is not None and memory.asleep_bytes and (tags is None or memory.tag in (*tags, *_ALWAYS_WOKEN)):
                 storage.resize_(memory.asleep_bytes)
                 memory.asleep_bytes, memory.backup = 0, None
+                self._keep_category(memory.index, self._storages.index_by_address.get(storage._cdata, NONE))
+
+    def _keep_category(self, old: int, new: int) -> None:
+        """Give the storage with index `new` what the trace says of the memory before it slept."""
+        if NONE in (old, new):
+            return
+        self._trace.storages[new] = self._trace.storages[old]
+        if old in self._trace.owners:
+            self._trace.owners[new] = self._trace.owners[old]
 
     def _count(self, memory: _Memory) -> int:
         storage = memory.storage()
