@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from memprof.patching import Patch
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, Owner, Role
 from memprof.virtual.install_context import InstallContext
 
+_CACHE_TAG = "kv_cache"
 _ALWAYS_WOKEN = ("runtime", "cudagraph", "default", "workspace")
 
 
@@ -57,7 +58,11 @@ class SleepMode:
         try:
             yield
         finally:
-            self._memory += [_Memory(weakref.ref(storage), tag) for storage in self._storages.list_gpu_storages(first)]
+            for storage in self._storages.list_gpu_storages(first):
+                self._memory.append(_Memory(weakref.ref(storage), tag))
+                if tag == _CACHE_TAG:
+                    index = self._storages.index_by_address[storage._cdata]
+                    self._trace.owners.setdefault(index, Owner(Role.KV_CACHE, ""))
 
     def _sleep(self, backup_tags: Sequence[str], tags: Sequence[str] | None = None) -> None:
         """Free the memory of `tags` (None: of all); that of `backup_tags` is copied to pinned memory of the host."""

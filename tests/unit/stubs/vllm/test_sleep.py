@@ -11,6 +11,7 @@ import torch
 from memprof.device.catalog import find_gpu
 from memprof.patching import PatchSet
 from memprof.stubs.vllm.sleep import SleepMode
+from memprof.trace.events import Role
 from memprof.virtual import VirtualGpu
 
 MIB = 1 << 20
@@ -61,6 +62,7 @@ def test_what_wakes_up_is_what_slept(pool):
     allocator.wake_up(None)
     assert index_of(cache) != before
     assert trace.storages[index_of(cache)] == trace.storages[before]
+    assert trace.owners[index_of(cache)].role is Role.KV_CACHE
 
 
 def test_a_cache_that_is_discarded(pool):
