@@ -294,24 +294,30 @@ def print_result(result: Any, output: OutputOptions, view: str, **options: Any) 
 
 def print_report(document: Report, output: RunReportOptions, *, code_folder: Path | None = None) -> None:
     """Print the report of a run as JSON or text, and write its CSV tables, HTML page and picture. Of a run that started
-    an inference engine, text is the engine's budget, and with --full or --explain both.
+    an inference engine, text is the engine's budget; both with --full or --explain, or if the script went on.
 
     `code_folder`: the folder in which the program has just run, whose lines are quoted.
     """
-    is_full = output.full or output.explain
-    if document.engine is not None and not output.as_json and is_full:
+    is_full, engine_budget = output.full or output.explain, document.engine
+    goes_on = engine_budget is not None and engine_budget.starts and not _ends_when_ready(document)
+    if engine_budget is not None and not output.as_json and (is_full or goes_on):
         from memprof.report.terminal import engine
         from memprof.report.terminal.console import print_view
 
         print_view(engine.render(document, quiet=output.quiet))
     if is_full:
         print_result(document, output, "report", explain=output.explain)
-    elif document.engine is not None:
+    elif engine_budget is not None and not goes_on:
         print_result(document, output, "engine")
     else:
         print_result(document, output, "brief", code_folder=code_folder)
     output.write_image(document)
     output.write_markdown(document)
+
+
+def _ends_when_ready(document: Report) -> bool:
+    """Return whether the script was stopped when its engine was ready, as a server is."""
+    return document.program is not None and document.program.ended == "ready"
 
 
 def print_patch(patch: SuggestedPatch) -> None:

@@ -94,9 +94,9 @@ def run(
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
-    from memprof.script import Program
+    from memprof.script import read_program
 
-    program = Program(command[0], tuple(command[1:]), is_module=request.module)
+    program = read_program(command, is_module=request.module)
     is_search = request.ladder or request.is_search or request.largest is not None
     if request.ranks is not None and is_search:
         hint = "leave out --ladder, --fix auto and --largest, or --ranks"

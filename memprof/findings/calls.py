@@ -41,11 +41,13 @@ def new_storages(context: Context, begin: int, end: int, *, caches: bool = False
     """Return the GPU storages that were allocated from event index `begin` until before `end`: those of the KV cache if
     `caches`, else those with neither a role nor a place in the KV cache."""
     trace, births, categories = context.ledger.trace, context.lifetimes.births, context.ledger.categories
+    indices = range(
+        bisect.bisect_left(births, begin), bisect.bisect_left(births, end)
+    )  # storages are in order of birth
     return [
         index
-        for index, storage in enumerate(trace.storages)
-        if begin <= births[index] < end
-        and storage.device == trace.device
+        for index in indices
+        if (storage := trace.storages[index]).device == trace.device
         and not storage.hidden
         and caches is (categories[index] is Category.KV_CACHE)
         and (caches or index not in trace.owners)

@@ -25,6 +25,8 @@ from memprof.flows.gpus import (
     resolve_settings,
     resolve_spec_settings,
 )
+from memprof.flows.hub_errors import suggest_folder
+from memprof.flows.recommend.engine import advise_engine
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Report
 from memprof.run_spec import RunSpec
@@ -71,10 +73,14 @@ def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
 
 
 def add_engine(document: Report, engine: EngineBudget | None) -> Report:
-    """Return `document` with the budget of the inference engine that the script has started, if any."""
+    """Return `document` with the budget of the inference engine that the script has started, if any, and with what to
+    change if it does not start."""
     if engine is None:
         return document
-    return dataclasses.replace(document, engine=dataclasses.replace(engine, assumptions=document.assumptions))
+    advised = advise_engine(engine)
+    return dataclasses.replace(
+        document, engine=dataclasses.replace(advised, assumptions=(*document.assumptions, *advised.assumptions))
+    )
 
 
 def resolve_process(program: Program, selection: ProcessSelection, gpu: Gpu) -> ProcessStart | ScriptOutcome:
@@ -141,7 +147,8 @@ def capture_run(
         program, device, rule, script_fixes.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
     )
     if trace.failure is not None:
-        trace.failure = trace.failure._replace(hint=_suggest_torchrun(program, spec, outcome) or trace.failure.hint)
+        hint = _suggest_torchrun(program, spec, outcome) or suggest_folder(outcome.error)
+        trace.failure = trace.failure._replace(hint=hint or trace.failure.hint)
     if outcome.ended is EndReason.REFUSED and is_virtual and (outcome.engine is None or outcome.engine.starts):
         trace.assumptions.append(OOM_END_NOTE)
     if not trace.may_train or (outcome.ended is EndReason.EXIT and not _list_backward_steps(trace)):

@@ -104,9 +104,10 @@ class _StopRecord:
         return self._reason
 
     def record_engine(self, budget: EngineBudget) -> None:
-        """Record the start of an inference engine; raise StopRun if it is ready and the rule stops the script then."""
+        """Record the start of an inference engine; raise StopRun if it is ready and the rule stops the script then,
+        unless the script trains beside it."""
         self.engine = budget
-        if budget.starts and self._rule.stops_at_ready:
+        if budget.starts and self._rule.stops_at_ready and not self._device.phases.optimizers:
             with self.record_stop():
                 raise StopRun(EndReason.READY)
 

@@ -1,4 +1,4 @@
-"""Launchers (torchrun, accelerate, deepspeed, vllm): one process that they would start is run in this process instead.
+"""Launchers (torchrun, accelerate, deepspeed, engines): one process that they would start runs in this process instead.
 
 A launcher's child process would not see the virtual GPU. Arguments are parsed by the launcher's own parser, where
 installed, while the virtual GPUs exist, so that `--nproc_per_node gpu` means their number.
@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import traceback
@@ -267,26 +268,60 @@ def _start_deepspeed_node(arguments: Sequence[str], selection: ProcessSelection)
     return _make_deepspeed_start(args, _LaunchedProcess("deepspeed.launcher.launch", selection, processes))
 
 
-def _start_vllm(arguments: Sequence[str], selection: ProcessSelection) -> ProcessStart:
-    """Return the selected worker of `vllm serve ARGUMENTS`, whose engine has a worker for each GPU of the model. Raises
-    UsageError: vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        hint = "memprof help serving has the line that installs its Python code; or memprof recommend --engine vllm"
-        raise UsageError("vLLM is not installed", value="vllm serve", hint=hint)
-    parser = argparse.ArgumentParser(prog="vllm", add_help=False, allow_abbrev=False)
-    for name, letters in (("tensor-parallel-size", "-tp"), ("pipeline-parallel-size", "-pp")):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", letters, type=int, default=1)
+def _start_engine(
+    arguments: Sequence[str],
+    selection: ProcessSelection,
+    *,
+    package: str,
+    words: tuple[str, ...],
+    sizes: tuple[tuple[str, ...], ...],
+) -> ProcessStart:
+    """Return the selected worker of an inference engine's server, which has a worker for each GPU of the model.
+
+    Args:
+        package: what is imported, and named in messages.
+        words: the command or the module, and the word after it that starts a server.
+        sizes: flags of each option whose product is the number of workers.
+
+    Raises UsageError: the engine is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        hint = (
+            f"memprof help serving has the line that installs its Python code; or memprof recommend --engine {package}"
+        )
+        raise UsageError(f"{_ENGINES[package]} is not installed", value=" ".join(words), hint=hint)
+    parser = argparse.ArgumentParser(prog=package, add_help=False, allow_abbrev=False)
+    for flags in sizes:
+        parser.add_argument(*flags, type=int, default=1)
     args, _ = parser.parse_known_args(list(arguments))
-    size = args.tensor_parallel_size * args.pipeline_parallel_size
-    process = _LaunchedProcess("vllm serve", selection, [size])
+    size = math.prod(vars(args).values())
+    process = _LaunchedProcess(" ".join(words), selection, [size])
     variables = {
         "RANK": process.rank, "LOCAL_RANK": process.local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
     }  # fmt: skip
     environment = {name: str(value) for name, value in variables.items()} if size > 1 else {}
+    name, *others = words
     return ProcessStart(
-        "vllm", ("serve", *arguments), False, environment, process.rank, process.gpus, process.nodes, size
+        name, (*others, *arguments), not others, environment, process.rank, process.gpus, process.nodes, size
     )
+
+
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+_start_vllm = functools.partial(
+    _start_engine,
+    package="vllm",
+    words=("vllm", "serve"),
+    sizes=(
+        ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"),
+        ("--pipeline-parallel-size", "--pipeline_parallel_size", "-pp"),
+    ),
+)
+_start_sglang = functools.partial(
+    _start_engine,
+    package="sglang",
+    sizes=(("--tensor-parallel-size", "--tp-size", "--tp"), ("--pipeline-parallel-size", "--pp-size")),
+)
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -318,6 +353,7 @@ _COMMANDS: dict[str, tuple[Launcher, str]] = {
     "accelerate-launch": (_start_accelerate, ""),
     "deepspeed": (_start_deepspeed, ""),
     "vllm": (_start_vllm, "serve"),
+    "sglang": (functools.partial(_start_sglang, words=("sglang", "serve")), "serve"),
 }
 _MODULES: dict[str, tuple[Launcher, str]] = {
     "torch.distributed.run": (_start_torchrun, ""),
@@ -327,4 +363,5 @@ _MODULES: dict[str, tuple[Launcher, str]] = {
     "deepspeed": (_start_deepspeed, ""),
     "deepspeed.launcher.runner": (_start_deepspeed, ""),
     "deepspeed.launcher.launch": (_start_deepspeed_node, ""),
+    "sglang.launch_server": (functools.partial(_start_sglang, words=("sglang.launch_server",)), ""),
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import runpy
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from memprof.script.launchers import ProcessSelection, ProcessStart
 
 _MEMPROF_DIR = str(Path(__file__).resolve().parent.parent) + os.sep
+_PYTHON = re.compile(r"python(3(\.\d+)?)?(\.exe)?")
+_OUTPUT_OPTIONS = ("-u", "-B")  # options of Python that change nothing here
 _LAUNCH_FILES = (_MEMPROF_DIR, runpy.__file__, "<frozen runpy>")
 
 
@@ -178,6 +181,23 @@ class Program:
                 yield
         finally:
             sys.argv, sys.path[:] = argv, search_path
+
+
+def read_program(words: Sequence[str], *, is_module: bool) -> Program:
+    """Return the program of a command line such as `train.py --epochs 1`, `python train.py` or `python -m train`; with
+    `is_module` the first word is a module. Raises UsageError: `python` without a program, or with options of its own.
+    """
+    name, *arguments = words
+    if is_module or not _PYTHON.fullmatch(Path(name).name):
+        return Program(name, tuple(arguments), is_module)
+    while arguments and arguments[0] in _OUTPUT_OPTIONS:
+        del arguments[0]
+    is_module = arguments[:1] == ["-m"]
+    program = arguments[is_module:]
+    if not program or program[0].startswith("-"):
+        hint = "give a script, or -m and a module; memprof's own Python runs it, without other options of Python"
+        raise UsageError("python runs no program here", value=" ".join(words), hint=hint)
+    return Program(program[0], tuple(program[1:]), is_module)
 
 
 def _is_python_command(path: Path) -> bool:

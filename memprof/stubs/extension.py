@@ -16,6 +16,7 @@ from memprof.stubs.bitsandbytes import Bitsandbytes
 from memprof.stubs.finder import StubFinder
 from memprof.stubs.hub_kernels import HubKernels
 from memprof.stubs.packages import PACKAGES
+from memprof.stubs.sglang.extension import Sglang
 from memprof.stubs.vllm.extension import Vllm
 from memprof.torch_private import inductor
 from memprof.virtual.install_context import InstallContext
@@ -33,7 +34,7 @@ def extensions(*, stubs: bool = True) -> list[Extension]:
     Always: the hub's kernels, operators of torchvision and torchaudio, bitsandbytes. With `stubs`: missing packages.
     """
     installed: list[Extension] = [HubKernels(), LibraryOperators(), Bitsandbytes()]
-    return [*installed, Vllm(), StubExtension()] if stubs else installed
+    return [*installed, Vllm(), Sglang(), StubExtension()] if stubs else installed
 
 
 class LibraryOperators(Extension):
@@ -55,6 +56,7 @@ class StubExtension(Extension):
     def __init__(self) -> None:
         self._finder: StubFinder | None = None
         self._patches_by_module: Mapping[str, Callable[[Any, InstallContext], Iterator[Patch]]] = {
+            "sglang.srt.utils.common": self._expose_flashinfer,
             "transformers.modeling_utils": lambda module, context: _patch_attention_choice(module, self._expose),
             "kernels.load": lambda module, context: hub.get_patches(module),
             "kernels.utils": lambda module, context: hub.get_patches(module),
@@ -83,6 +85,11 @@ class StubExtension(Extension):
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches that replace the parts of `module` that need a GPU or a compiler."""
         yield from self._patches_by_module[module.__name__](module, context)
+
+    def _expose_flashinfer(self, module: Any, context: InstallContext) -> Iterator[Patch]:
+        """Let SGLang find FlashInfer, which it requires, so that its users have it; yield no patch."""
+        self._expose("flashinfer")
+        yield from ()
 
     def _expose(self, package: str) -> None:
         if self._finder is not None:

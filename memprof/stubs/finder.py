@@ -33,6 +33,9 @@ _MEMPROF_DIR = str(Path(registry.__file__).parents[1]) + os.sep
 _CACHE_MODULES = ("transformers.utils.import_utils", "peft.import_utils")
 
 
+_ORIGIN = "memprof's stub"
+
+
 class NoStub(MemprofError, ModuleNotFoundError):
     """The ModuleNotFoundError for an import of a package that needs a GPU to be built and has no stub."""
 
@@ -144,7 +147,7 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if parent is not None and getattr(parent.__spec__, "loader", None) is not self:
             return None  # a module that the installed package does not have
         self._has_found_stubs = True
-        return importlib.machinery.ModuleSpec(name, self, origin="memprof's stub", is_package=True)
+        return importlib.machinery.ModuleSpec(name, self, origin=_ORIGIN, is_package=True)
 
     def _refuse_import(self, package: str) -> None:
         """Raise NoStub if the program's own code imports `package`; for libraries and find_spec, do nothing."""
@@ -213,6 +216,12 @@ class _Distribution(importlib.metadata.Distribution):
     def locate_file(self, path: Any) -> Any:
         """Return a path below os.devnull, which never exists: a stub has no files."""
         return Path(os.devnull) / path
+
+
+def is_stub(package: str) -> bool:
+    """Return whether an import of `package` finds a stub."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin == _ORIGIN
 
 
 def is_program_file(file: str) -> bool:

@@ -50,7 +50,9 @@ class HubKernels(Extension):
     def make_module_patches(self, module: Any, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of the functions of `module`, a module of transformers, that download kernels."""
         name, assume = module.__name__.rpartition(".")[2], context.assume
-        if name == "finegrained_fp8" and hasattr(module, "FineGrainedFP8"):
+        if name == "finegrained_fp8":
+            if not hasattr(module, "load_finegrained_fp8_kernel"):  # as in transformers 5.8, with other kernels
+                return
             kernels = module.FineGrainedFP8(_matmul, _batched_matmul, _grouped_matmul)
             yield module, "_FINEGRAINED_FP8", kernels
             yield module, "load_finegrained_fp8_kernel", _return_and_assume(kernels, _FP8_NOTE, assume)

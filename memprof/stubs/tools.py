@@ -204,7 +204,8 @@ def missing_stub_error(name: str) -> MemprofError:
 
 
 class _PlaceholderMeta(type):
-    """The metaclass of placeholders: classes that can be imported, and that raise an error when they are used."""
+    """The metaclass of placeholders: a program can import them, derive from them and name their attributes, such as the
+    members of an enum, as packages do when they are imported; to call one raises an error."""
 
     _refused_name: str
 
@@ -214,15 +215,13 @@ class _PlaceholderMeta(type):
     def __getattr__(cls, name: str) -> Any:
         if (name.startswith("__") and name.endswith("__")) or name == _READ_BY_INSPECT:
             raise AttributeError(name)
-        raise missing_stub_error(f"{cls._refused_name}.{name}")
+        attribute = make_placeholder(cls._refused_name, name)
+        setattr(cls, name, attribute)  # the same one at each use, as an enum's member is
+        return attribute
 
 
 def make_placeholder(module: str, name: str) -> Any:
-    """Return a class that can be imported in place of `module.name`, and raises an error when it is used."""
-
-    def refuse_subclass(cls: type, /, **kwargs: Any) -> None:
-        raise missing_stub_error(f"{module}.{name}")
-
-    placeholder = _PlaceholderMeta(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse_subclass)})
+    """Return a class that can be imported in place of `module.name`, and raises an error when it is called."""
+    placeholder = _PlaceholderMeta(name, (), {"__module__": module})
     placeholder._refused_name = f"{module}.{name}"
     return placeholder

@@ -112,6 +112,14 @@ class StorageTable:
         """Return the live storages that have tensors, oldest first: a list, for a garbage collection may free some."""
         return list(self._ref_by_index)
 
+    def list_gpu_storages(self, first: int) -> list[torch.UntypedStorage]:
+        """Return the live storages on GPUs whose index is `first` or later."""
+        devices = self._writer.trace.storages
+        found = [
+            ref() for index, ref in list(self._ref_by_index.items()) if index >= first and is_gpu(devices[index].device)
+        ]
+        return [storage for storage in found if storage is not None]
+
     def get_last_use(self, index: int) -> int:
         """Return the last use of storage `index`, as `Trace.last_uses` has it."""
         return self._last_uses.get(index, NONE)

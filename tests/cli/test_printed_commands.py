@@ -257,6 +257,7 @@ def test_what_unpacks_a_log_is_named(memprof, name, opened, tmp_path):
 
 FOREIGN_CODES = (
     "docker ",
+    "sglang ",
     "vllm ",
     "llama-server ",
     "nvidia-smi ",
@@ -290,7 +291,7 @@ def test_every_option_that_a_text_names_is_there():
     }
     wrong = {}
     for file in sorted((ROOT / "memprof").rglob("*.py")):
-        if file.parent.name in ("engines", "serving", "vllm") or file.name in OPTIONS_OF_OTHERS:
+        if file.parent.name in ("engines", "serving", "sglang", "vllm") or file.name in OPTIONS_OF_OTHERS:
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]

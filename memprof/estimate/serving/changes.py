@@ -6,16 +6,17 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from memprof.device.catalog import Gpu
+from memprof.device.catalog import Gpu, list_suggested_gpus
 from memprof.errors import MemprofError
 from memprof.estimate.serving.options import ServingOptions
 from memprof.serving.budget import BudgetChange, EngineBudget
+from memprof.units import GIB
 
 Compute = Callable[[ServingOptions], EngineBudget]
 MAX_GPUS = 64
 _MIN_GAIN = 0.005  # Of the tokens; what gains less is not shown.
 _MAX_CHANGES = 6
-_PRECISION = "precision of keys and values"
+_PRECISION, _WEIGHT_PRECISION = "precision of keys and values", "precision of weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,19 @@ class Flags:
     max_num_seqs: str
     max_num_batched_tokens: str
     eager: str
+    # Formats to which the engine quantizes the weights that it loads, with the least compute capability of the GPU.
+    quantizations: tuple[tuple[str, tuple[int, int]], ...] = ()
 
 
 VLLM_FLAGS = Flags(
     "vllm serve {model}", "--gpu-memory-utilization", "--max-model-len", "--tensor-parallel-size", "--kv-cache-dtype",
     "fp8", "--max-num-seqs", "--max-num-batched-tokens", "--enforce-eager",
+    (("fp8", (8, 9)), ("bitsandbytes", (7, 0))),
 )  # fmt: skip
 SGLANG_FLAGS = Flags(
     "python -m sglang.launch_server --model-path {model}", "--mem-fraction-static", "--context-length", "--tp-size",
     "--kv-cache-dtype", "fp8_e4m3", "--max-running-requests", "--chunked-prefill-size", "--disable-cuda-graph",
+    (("fp8", (8, 9)),),
 )  # fmt: skip
 
 
@@ -58,22 +63,44 @@ def complete_budget(
     changes = [*_list_changes(budget, options, gpu, flags)]
     tried = [(change, _try(compute, change.options)) for change in changes]
     rows = [
-        BudgetChange(
-            change.flag, max(result.kv_cache_bytes or 0, 0), result.num_tokens or 0 if result.starts else 0,
-            cost=change.cost,
-        )
+        _make_row(change.flag, result, change.cost)
         for change, result in tried
         if result is not None and _gains(result, budget)
-    ]  # fmt: skip
+    ]
     rows.sort(key=lambda row: -row.num_tokens)
     starting = options if _serves(budget, options) else _find_starting(options, tried, compute)
     least = _find_least_gpus(options, compute) if starting is None else starting.tensor_parallel
     if starting is None and least is not None:
         starting = replace(options, tensor_parallel=least)
+        if least > 2 * options.tensor_parallel:
+            rows.append(_make_row(f"{flags.tensor_parallel} {least}", compute(starting), f"{least} GPUs"))
     return replace(
         budget, changes=tuple(rows[:_MAX_CHANGES]), requested_concurrency=options.concurrency, least_gpus=least,
         command="" if starting is None else make_command(flags, model_id, starting),
     )  # fmt: skip
+
+
+def add_larger_gpu(
+    budget: EngineBudget, options: ServingOptions, compute: Callable[[Gpu], EngineBudget]
+) -> EngineBudget:
+    """Return `budget`, of an engine that does not start, with the smallest GPU on which it does, last of the changes.
+
+    Args:
+        compute: returns the budget on another GPU with the same options.
+    """
+    for gpu in sorted(list_suggested_gpus(), key=lambda gpu: gpu.total_bytes):
+        if gpu.total_bytes > (budget.total_bytes or 0):
+            result = _try(lambda _, gpu=gpu: compute(gpu), options)  # type: ignore[misc]
+            if result is not None and _serves(result, options):
+                row = _make_row(f"another GPU: {gpu.key}", result, f"{gpu.total_bytes / GIB:.0f} GiB")
+                return replace(budget, changes=(*budget.changes, row))
+    return budget
+
+
+def _make_row(flag: str, result: EngineBudget, cost: str) -> BudgetChange:
+    return BudgetChange(
+        flag, max(result.kv_cache_bytes or 0, 0), result.num_tokens or 0 if result.starts else 0, cost=cost
+    )
 
 
 def _serves(budget: EngineBudget, options: ServingOptions) -> bool:
@@ -111,6 +138,11 @@ def _list_changes(budget: EngineBudget, options: ServingOptions, gpu: Gpu, flags
     if options.kv_cache_dtype == "auto" and gpu.compute_capability >= (8, 9):
         changed = replace(options, kv_cache_dtype=flags.fp8)
         yield _Change(f"{flags.kv_cache_dtype} {flags.fp8}", changed, _PRECISION)
+    if not budget.starts and budget.quantization is None:
+        for name, capability in flags.quantizations:
+            if gpu.compute_capability >= capability:
+                changed = replace(options, quantization=name)
+                yield _Change(f"--quantization {name}", changed, _WEIGHT_PRECISION)
     if not options.is_eager and budget.graph_bytes:
         yield _Change(flags.eager, replace(options, is_eager=True), "slower decoding")
     gpus = 2 * options.tensor_parallel
@@ -125,7 +157,7 @@ def _find_starting(
         (change, result)
         for change, result in tried
         if change.options.tensor_parallel == options.tensor_parallel
-        and change.cost != _PRECISION
+        and change.cost not in (_PRECISION, _WEIGHT_PRECISION)
         and (options.context_length is None or change.options.context_length == options.context_length)
     ]
     for change, result in same_gpus:

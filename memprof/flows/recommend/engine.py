@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from memprof.device.catalog import Gpu
-from memprof.estimate.serving.changes import SGLANG_FLAGS, VLLM_FLAGS, complete_budget
+from dataclasses import replace
+
+from memprof.device.catalog import Gpu, find_gpu
+from memprof.errors import MemprofError
+from memprof.estimate.serving.changes import SGLANG_FLAGS, VLLM_FLAGS, add_larger_gpu, complete_budget
 from memprof.estimate.serving.llama_cpp import compute_llama_cpp_budget
 from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.options import ServingOptions
@@ -11,6 +14,7 @@ from memprof.estimate.serving.sglang import compute_sglang_budget
 from memprof.estimate.serving.vllm import compute_vllm_budget
 from memprof.serving.budget import EngineBudget
 
+_DEFAULTS = ("utilization", "max_num_seqs", "max_num_batched_tokens")  # that an engine chooses by the GPU
 _ENGINES = {"vllm": (compute_vllm_budget, VLLM_FLAGS), "sglang": (compute_sglang_budget, SGLANG_FLAGS)}
 
 
@@ -29,4 +33,30 @@ def recommend_engine(
     def compute(changed: ServingOptions) -> EngineBudget:
         return compute_budget(served, gpu, changed)
 
-    return complete_budget(compute(options), options, compute, gpu, flags, served.hf_id)
+    budget = complete_budget(compute(options), options, compute, gpu, flags, served.hf_id)
+    if budget.starts:
+        return budget
+    return add_larger_gpu(budget, options, lambda larger: compute_budget(served, larger, options))
+
+
+def advise_engine(budget: EngineBudget) -> EngineBudget:
+    """Return the budget of a run, with what to change by closed form if the engine does not start; if it ran out of
+    memory before it knew its parts, with the closed form's too. Unchanged if that does not know the model or the GPU.
+    """
+    if budget.starts or budget.engine not in _ENGINES:
+        return budget
+    options = ServingOptions(
+        release=budget.release, context_length=budget.context_length, tensor_parallel=budget.tensor_parallel,
+        kv_cache_dtype=budget.kv_cache_dtype or "auto", quantization=budget.quantization,
+    )  # fmt: skip
+    try:
+        gpu = find_gpu(budget.gpu or "")
+        form = recommend_engine(budget.engine, budget.model or "", gpu, options)
+        given = {name: getattr(budget, name) for name in _DEFAULTS if getattr(budget, name) != getattr(form, name)}
+        if given:  # other values than the engine's defaults, which need not be in its command
+            form = recommend_engine(budget.engine, budget.model or "", gpu, replace(options, **given))
+    except MemprofError:
+        return budget
+    if budget.kv_cache_bytes is None and not form.starts:
+        return form
+    return replace(budget, changes=form.changes, least_gpus=form.least_gpus, command=form.command)

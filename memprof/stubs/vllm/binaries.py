@@ -29,7 +29,12 @@ _NAMESPACES = {
     "_C_stable_libtorch": _MAIN_NAMESPACES,
     "_C": _MAIN_NAMESPACES,
     "_moe_C_stable_libtorch": ("_moe_C",),
+    "common_ops": ("sgl_kernel",),
+    "flash_ops": ("sgl_kernel",),
+    "flashmla_ops": ("sgl_kernel",),
 }
+# A module that its importer does without: it needs the CUDA runtime. sleep.py has what its allocator does.
+_ABSENT = ".cumem_allocator"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _functions: dict[str, tuple[str, Callable[..., Any]]] = {}  # "namespace.operator" -> dispatch key, function
 
@@ -68,6 +73,8 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Return the spec of a compiled module of the package, None for all other modules."""
         if not name.startswith(self._prefix):
             return None
+        if name.endswith(_ABSENT):
+            raise ModuleNotFoundError(f"{name} needs CUDA", name=name)
         spec = PathFinder.find_spec(name, path)
         if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
             return None
@@ -89,12 +96,8 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if hasattr(module, "__file__"):
             ExtensionFileLoader(module.__name__, origin).exec_module(module)
             return
-        short_name = module.__name__.rpartition(".")[2]
-        schemas = read_schemas(origin)
-        if schemas:
+        if define_module(module.__name__, origin):
             self._on_define()
-            for namespace in _NAMESPACES.get(short_name, (short_name,)):
-                _define_operators(namespace, tuple(schemas))
 
         def __getattr__(name: str) -> Any:
             if name.startswith("__"):
@@ -102,6 +105,15 @@ class BinaryFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return tools.make_placeholder(module.__name__, name)
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
+
+
+def define_module(name: str, path: str) -> bool:
+    """Define the operators of the compiled module `name`, whose file is `path`; return whether it has any."""
+    schemas = tuple(read_schemas(path))
+    short_name = name.rpartition(".")[2]
+    for namespace in _NAMESPACES.get(short_name, (short_name,)) if schemas else ():
+        _define_operators(namespace, schemas)
+    return bool(schemas)
 
 
 @functools.cache

@@ -15,10 +15,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from memprof.patching import Patch
 from memprof.serving.budget import RUN, EngineBudget
 from memprof.serving.outside_torch import estimate_outside_torch
 from memprof.serving.releases import read_vllm_rules
+from memprof.stubs.engines import TOKENIZER_FILES, WEIGHT_FILES, has_files, patch_groups
 from memprof.stubs.vllm.peak import describe_peak
 from memprof.units import format_bytes
 from memprof.virtual.install_context import InstallContext
@@ -29,8 +32,6 @@ _OUTSIDE_TORCH = (
     "Outside torch, {} are taken for kernels' code and local memory, and for NCCL: as published start-up logs have it."
 )
 _IN_PROCESS = "vLLM's engine runs in this process, and not in processes of its own; no request is served."
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model", "*.tiktoken")
 # Functions that raise ValueError where the memory does not suffice -> the modules that call them.
 _REFUSING_FUNCTIONS = {
     "vllm.v1.engine.core": ("get_kv_cache_configs",),
@@ -48,6 +49,7 @@ class EngineStart:
         self._graph_taken_bytes: int | None = None
         self._refusal = ""
         self._tensor_parallel = 1
+        self._is_over = False
 
     def get_patches(self, module: ModuleType) -> Iterator[Patch]:
         """Yield the patches of `module`, one of `MODULES`."""
@@ -65,11 +67,11 @@ class EngineStart:
         def create_engine_config(arguments: Any, *args: Any, **kwargs: Any) -> Any:
             assume(_IN_PROCESS)
             folder = Path(arguments.model)
-            if arguments.load_format == "auto" and not _has_files(folder, arguments.model, _WEIGHT_FILES):
+            if arguments.load_format == "auto" and not has_files(folder, arguments.model, WEIGHT_FILES):
                 assume(_NO_WEIGHTS.format(arguments.model))
                 arguments.load_format = "dummy"
             tokenizer = arguments.tokenizer or arguments.model
-            if not (arguments.skip_tokenizer_init or _has_files(Path(tokenizer), tokenizer, _TOKENIZER_FILES)):
+            if not (arguments.skip_tokenizer_init or has_files(Path(tokenizer), tokenizer, TOKENIZER_FILES)):
                 assume(_NO_TOKENIZER.format(tokenizer))
                 arguments.skip_tokenizer_init = True
             num_workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
@@ -82,16 +84,6 @@ class EngineStart:
 
         yield module.EngineArgs, "create_engine_config", create_engine_config
 
-    def _patch_groups(self, module: Any) -> Iterator[Patch]:
-        """Yield a patch by which workers send each other objects by torch.distributed, and not by shared memory."""
-        original = module.GroupCoordinator.__init__
-
-        @functools.wraps(original)
-        def __init__(group: Any, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **{**kwargs, "use_message_queue_broadcaster": False})
-
-        yield module.GroupCoordinator, "__init__", __init__
-
     def _patch_core(self, module: Any) -> Iterator[Patch]:
         """Yield a patch that reports an engine's budget once the engine is ready, or has refused to start."""
         original = module.EngineCore.__init__
@@ -101,13 +93,27 @@ class EngineStart:
             self._tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
             try:
                 original(core, vllm_config, *args, **kwargs)
-            except ValueError:
+            except (ValueError, torch.OutOfMemoryError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    self._refusal = str(error)
                 if self._refusal:
                     self._context.on_engine_start(self._make_budget(core, vllm_config))
                 raise
             self._context.on_engine_start(self._make_budget(core, vllm_config))
 
         yield module.EngineCore, "__init__", __init__
+        original_shutdown = module.EngineCore.shutdown
+
+        @functools.wraps(original_shutdown)
+        def shutdown(core: Any) -> None:
+            if not self._is_over:  # an engine that the program keeps is shut down when Python exits, without a GPU
+                original_shutdown(core)
+
+        yield module.EngineCore, "shutdown", shutdown
+
+    def end(self) -> None:
+        """Note that the run is over."""
+        self._is_over = True
 
     def _patch_client(self, module: Any) -> Iterator[Patch]:
         """Yield a patch by which a server's engine starts in this process; what the server would do next needs the
@@ -257,18 +263,6 @@ def _round(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _has_files(folder: Path, name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether the model `name`, a folder or a repository of the hub that may be cached, has one of the files."""
-    if not folder.is_dir():
-        if name.count("/") > 1 or name.startswith("/"):
-            return True  # a path that vLLM will refuse itself
-        from huggingface_hub import constants, file_download
-
-        cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
-        return any(path for pattern in patterns for path in cache.glob(f"snapshots/*/{pattern}"))
-    return any(path for pattern in patterns for path in folder.glob(pattern))
-
-
 def _make_rank_variables(num_workers: int) -> dict[str, str]:
     """Return the environment variables of the first of `num_workers` workers."""
     size = str(num_workers)
@@ -280,7 +274,7 @@ def _make_rank_variables(num_workers: int) -> dict[str, str]:
 
 _PATCHES: dict[str, Callable[[EngineStart, Any], Iterator[Patch]]] = {
     "vllm.engine.arg_utils": EngineStart._patch_arguments,
-    "vllm.distributed.parallel_state": EngineStart._patch_groups,
+    "vllm.distributed.parallel_state": lambda start, module: patch_groups(module),
     "vllm.v1.engine.core": EngineStart._patch_core,
     "vllm.v1.engine.core_client": EngineStart._patch_client,
     "vllm.entrypoints.cli.serve": EngineStart._patch_server,

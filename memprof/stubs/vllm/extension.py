@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from memprof.patching import Extension, Patch
+from memprof.stubs.engines import set_variables
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.stubs.vllm import engine
 from memprof.stubs.vllm.binaries import BinaryFinder
+from memprof.stubs.vllm.sleep import SleepMode
 from memprof.virtual.install_context import InstallContext
 
 _NOT_LOADED = (
@@ -39,7 +39,7 @@ _NO_FLASHINFER = (
 class Vllm(Extension):
     """The extension by which vLLM's own code starts an engine on the virtual GPU, in this process."""
 
-    imports = ("vllm.model_executor.models.registry", *engine.MODULES)
+    imports = ("vllm.model_executor.models.registry", "vllm.device_allocator.cumem", *engine.MODULES)
 
     def __init__(self) -> None:
         self._start: engine.EngineStart | None = None
@@ -60,27 +60,25 @@ class Vllm(Extension):
                 context.assume(_NO_FLASHINFER)
 
         finder = BinaryFinder("vllm", note_use)
-        folder = tempfile.mkdtemp(prefix="memprof-vllm-")
-        previous = {name: os.environ.get(name) for name in (*_VARIABLES, _CACHE_VARIABLE, _SAMPLER_VARIABLE)}
-        os.environ.update(_VARIABLES, **{_CACHE_VARIABLE: folder})
+        variables = dict(_VARIABLES)
         if not has_flashinfer and _SAMPLER_VARIABLE not in os.environ:
-            os.environ[_SAMPLER_VARIABLE] = "0"
+            variables[_SAMPLER_VARIABLE] = "0"
         sys.meta_path.insert(0, finder)
         try:
-            yield
+            with set_variables(_CACHE_VARIABLE, variables):
+                yield
         finally:
             sys.meta_path.remove(finder)
-            for name, value in previous.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-            shutil.rmtree(folder, ignore_errors=True)
+            if self._start is not None:
+                self._start.end()
 
     def make_module_patches(self, module: ModuleType, context: InstallContext) -> Iterator[Patch]:
         """Yield patches of `module`, by the name of one of `imports`."""
         if module.__name__ in engine.MODULES:
             self._start = self._start or engine.EngineStart(context)
             yield from self._start.get_patches(module)
+        if module.__name__ == "vllm.device_allocator.cumem":
+            yield from SleepMode(context).get_patches(module)
         # A model's class is imported to read its properties, in a process that must not initialize CUDA.
         if hasattr(module, "_run_in_subprocess"):
             yield module, "_run_in_subprocess", _call

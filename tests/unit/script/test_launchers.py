@@ -177,6 +177,14 @@ def test_vllm_has_a_worker_for_each_gpu_of_the_model(monkeypatch):
     assert two.arguments == ("serve", "m", "-tp", "2", "--max-model-len", "8")
 
 
+@pytest.mark.parametrize("server", ["sglang serve", "-m sglang.launch_server"])
+def test_sglang_has_a_scheduler_for_each_gpu_of_the_model(monkeypatch, server):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    process = start(f"{server} --model-path m --tp 2", ProcessSelection(rank=1))
+    assert (process.rank, process.gpus, process.is_module) == (1, 2, server.startswith("-m"))
+    assert process.arguments[-4:] == ("--model-path", "m", "--tp", "2")
+
+
 def test_vllm_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="vLLM is not installed"):

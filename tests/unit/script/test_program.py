@@ -8,7 +8,7 @@ import time
 import pytest
 
 from memprof.errors import UsageError
-from memprof.script import EndReason, Program, StopRule
+from memprof.script import EndReason, Program, StopRule, read_program
 from memprof.script.program import print_error
 from memprof.script.stop import (
     MAX_CHEAP_EVENTS,
@@ -74,6 +74,25 @@ def test_a_command_that_a_package_has_installed(script, tmp_path, monkeypatch, c
     assert program.command == ["serve-model", "--port", "1"]
     with pytest.raises(UsageError, match="no such script"):
         Program("shell-script").check()
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        ("train.py -m 3", Program("train.py", ("-m", "3"))),
+        ("python train.py -u", Program("train.py", ("-u",))),
+        ("/usr/bin/python3.12 -u -m package.train a", Program("package.train", ("a",), is_module=True)),
+        ("pythonic", Program("pythonic")),
+    ],
+)
+def test_python_before_a_script_or_a_module(words, program):
+    assert read_program(words.split(), is_module=False) == program
+
+
+@pytest.mark.parametrize("words", ["python", "python -m", "python -c print()", "python3 -X dev train.py"])
+def test_python_without_a_program_to_run(words):
+    with pytest.raises(UsageError, match="runs no program"):
+        read_program(words.split(), is_module=False)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import memprof
 from memprof.device.catalog import find_gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.stubs import registry
+from memprof.stubs import registry, tools
 from memprof.stubs.extension import StubExtension
 from memprof.stubs.packages import PACKAGES, PACKAGES_WITHOUT_STUB
 from memprof.virtual import VirtualGpu
@@ -138,11 +138,12 @@ def test_an_unknown_name_is_imported_and_refused_where_it_is_used(gpu: VirtualGp
     assert "memprof help stubs" in str(caught.value)
     assert not isinstance(torch.zeros(1), MHA)
     assert inspect.signature(MHA).parameters  # as decorators of libraries look at it
+
+    class Mine(MHA):  # type: ignore[misc]
+        pass
+
     with pytest.raises(MemprofError, match=r"flash_attn\.modules\.mha\.MHA"):
-
-        class Mine(MHA):  # type: ignore[misc]
-            pass
-
+        Mine(64, 8)
     refused = gpu.unsupported
     assert refused is not None and "flash_attn.modules.mha.MHA" in refused.message
 
@@ -257,8 +258,18 @@ def test_misuse_is_an_error_with_the_name(gpu: VirtualGpu, package: str) -> None
         importlib.import_module(f"{package}.made_up_module")
     for held in registry.find_modules(package).values():
         for name, one in held.items():
+            if not callable(one.value):  # such as a logger
+                continue
             takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(one.value).parameters.values())
             if not takes_any:  # as the real one does
                 with pytest.raises((TypeError, MemprofError)) as refused:
                     one.value(made_up_keyword=1)
                 assert "made_up_keyword" in str(refused.value) or "argument" in str(refused.value), name
+
+
+def test_a_package_may_derive_from_what_has_no_stub_and_name_its_members():
+    enum = tools.make_placeholder("flashinfer.comm", "AllReduceFusionPattern")
+    assert enum.kARResidualRMSNorm is enum.kARResidualRMSNorm
+    for used in (enum, enum.kARResidualRMSNorm, type("Derived", (enum,), {})):
+        with pytest.raises(MemprofError, match=r"uses flashinfer\.comm\.AllReduceFusionPattern"):
+            used()

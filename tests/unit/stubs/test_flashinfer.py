@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_a_prefill_of_pages_begins_with_zeros_and_a_ragged_one_does_not(gpu: Vir
     ragged.plan(starts, starts, HEADS, KV_HEADS, SIZE, causal=True)
     keys = half(40, KV_HEADS, SIZE)
     assert measured(lambda: ragged.run(q, keys, keys))[:2] == (q.nbytes, q.nbytes)
+
+
+def test_a_fast_plan_copies_no_indices(gpu: VirtualGpu) -> None:
+    import flashinfer
+
+    workspace = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    indptr, indices, last = (numbers(*each) for each in PAGED)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, use_cuda_graph=True, paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices,
+        paged_kv_last_page_len_buffer=last,
+    )  # fmt: skip
+    assert wrapper._paged_kv_indices_buf is indices  # engines write into it
+    plan = partial(flashinfer.fast_decode_plan, wrapper, indptr, indices, last, HEADS, KV_HEADS, SIZE, PAGE)
+    assert measured(lambda: plan(q_data_type=torch.float16, data_type=torch.float16))[:2] == (0, 0)
+    q, cache = half(SEQUENCES, HEADS, SIZE), half(*CACHE)
+    assert measured(lambda: wrapper.run(q, cache))[0] == q.nbytes + 4 * HEADS  # with slopes, which stay
 
 
 def test_one_sequence_takes_32_mib_while_it_runs(gpu: VirtualGpu) -> None:
@@ -188,7 +205,7 @@ def test_what_is_not_known_is_refused_by_name(gpu: VirtualGpu) -> None:
     wrapper.plan(starts, starts, HEADS, KV_HEADS, SIZE)
     with pytest.raises(ValueError, match="does not match the q_data_type"):
         wrapper.run(half(4, HEADS, SIZE).float(), half(4, KV_HEADS, SIZE), half(4, KV_HEADS, SIZE))
-    with pytest.raises(MemprofError, match=r"flashinfer\.fast_decode_plan"):
-        flashinfer.fast_decode_plan()
+    with pytest.raises(MemprofError, match=r"flashinfer\.decode\.trtllm_batch_decode_with_kv_cache"):
+        flashinfer.decode.trtllm_batch_decode_with_kv_cache()
     with pytest.raises(TypeError, match="made_up"):
         flashinfer.rmsnorm(half(4, 8), half(8), made_up=1)

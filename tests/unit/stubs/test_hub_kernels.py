@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from memprof.device.catalog import find_gpu
 from memprof.stubs.extension import extensions
+from memprof.stubs.hub_kernels import HubKernels
 from memprof.virtual import VirtualGpu
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 pytestmark = pytest.mark.skipif(not hasattr(fp8, "FineGrainedFP8"), reason="this transformers has no such kernels")
+
+
+def test_a_transformers_with_other_kernels_is_left_alone():
+    module = ModuleType("transformers.integrations.finegrained_fp8")  # as 5.8 has it
+    module.FineGrainedFP8 = lambda fp8_matmul, fp8_act_quant, batched_fp8_matmul, grouped_fp8_matmul: None  # type: ignore[attr-defined]
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        assert list(HubKernels().make_module_patches(module, gpu._context)) == []
 
 
 def saved(folder):

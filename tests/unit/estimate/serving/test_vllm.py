@@ -12,6 +12,7 @@ from memprof.estimate.serving.changes import VLLM_FLAGS, complete_budget
 from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.vllm import compute_vllm_budget
+from memprof.flows.recommend.engine import recommend_engine
 from memprof.serving.budget import EngineBudget
 from memprof.units import GIB
 
@@ -91,6 +92,15 @@ def test_the_command_starts() -> None:
     assert not budget.starts and budget.least_gpus == 2
     assert budget.command.endswith("--max-model-len 8192 --tensor-parallel-size 2")
     assert compute("qwen3-14b", "rtx-4090", context_length=8192, tensor_parallel=2).starts
+
+
+def test_what_does_not_start_has_more_gpus_less_precision_or_another_gpu() -> None:
+    budget = recommend_engine("vllm", "qwen2.5-7b", find_gpu("t4"), ServingOptions(context_length=8192))
+    flags = [change.flag for change in budget.changes]
+    assert flags == ["--tensor-parallel-size 2", "--quantization bitsandbytes", "another GPU: a10"]
+    assert budget.command.endswith("--tensor-parallel-size 2")  # weights of another precision are not chosen for a user
+    four = complete("gemma-3-27b-it", "l4", context_length=8192)
+    assert four.least_gpus == 4 and [change.flag for change in four.changes] == ["--tensor-parallel-size 4"]
 
 
 def test_a_context_that_was_not_asked_for_is_cut() -> None:

@@ -1,0 +1,32 @@
+"""Where a script is stopped that has started an inference engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memprof.script.capture import _StopRecord
+from memprof.script.stop import EndReason, StopRule, StopRun
+from memprof.serving.budget import EngineBudget
+
+
+def make_record(*optimizers: Any, stops: bool = True) -> _StopRecord:
+    trace = SimpleNamespace(events=[], storages=[])
+    device: Any = SimpleNamespace(phases=SimpleNamespace(optimizers=set(optimizers)), trace=trace)
+    return _StopRecord(device, StopRule(2, stops_at_ready=stops), None)
+
+
+def test_a_server_ends_when_its_engine_is_ready():
+    with pytest.raises(StopRun) as stop:
+        make_record().record_engine(EngineBudget(engine="vllm"))
+    assert stop.value.reason is EndReason.READY
+
+
+def test_a_script_that_trains_beside_its_engine_goes_on():
+    record = make_record("adamw")
+    record.record_engine(EngineBudget(engine="vllm"))
+    assert record.engine is not None
+    make_record(stops=False).record_engine(EngineBudget(engine="vllm"))
+    make_record().record_engine(EngineBudget(engine="vllm", refusal="No available memory"))
