@@ -260,8 +260,8 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " up to the failed allocation, which " + (f"then succeeds{unknown}" if fits else "still fails")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
-    resident_bytes = _get_resident_bytes(context)
-    if fits and resident_bytes is not None and required > resident_bytes:
+    device = trace.facts.device
+    if fits and device.unified_bytes is not None and required > (device.resident_bytes or 0):
         text += ", but pages"
         fits = False
     return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required)
@@ -269,4 +269,5 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
 
 def _get_resident_bytes(context: Context) -> int | None:
     """Return the bytes that the allocator can reserve without paging; None: unknown."""
-    return context.ledger.trace.facts.device.resident_bytes
+    device = context.ledger.trace.facts.device
+    return context.usable_bytes if device.unified_bytes is None else device.resident_bytes

@@ -25,6 +25,7 @@ NAMED_ALONE = {
     ("watch/modules.py", "torch._dynamo"),  # what the modules of its classes begin with
     ("findings/compiled_saved_tensors.py", "torch._functorch.config"),  # what users are told
     ("virtual/integrations/cuda_interop.py", "torch.cuda._compile_kernel"),
+    ("virtual/integrations/graph_backwards.py", "torch._functorch"),  # what the modules of its functions begin with
     ("virtual/interchange/checkpoints.py", "torch._tensor"),  # in a pickle of an old release
 }
 ELSEWHERE = {"monitor/probe/sitecustomize.py"}  # What runs in the program's own Python, without memprof.

@@ -7,6 +7,7 @@ own code, with the launches of their Triton kernels passed over: liger_kernels.p
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import torch
 
@@ -19,14 +20,13 @@ from tests.accuracy.published.rows import Row
 STEPS = 3
 
 
-def _old_workspaces() -> None:
-    """All were measured before torch 2.15, which frees cuBLAS workspaces after every call."""
-    os.environ["TORCH_CUBLAS_WORKSPACE_CACHE"] = "1"
+# All were measured before torch 2.15, which frees cuBLAS workspaces after every call.
+_with_old_workspaces = mock.patch.dict(os.environ, {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"})
 
 
+@_with_old_workspaces
 def liger(row: Row) -> Prediction:
     """The most that a step held: the benchmark resets the peak before each (`_test_memory` in its utils.py)."""
-    _old_workspaces()
     published = baselines.published_row(vars(row))
     if published.method != "liger":
         return _steps(baselines.WORKLOADS[published.kernel, published.axis], published)
@@ -53,9 +53,9 @@ def _steps(setup: baselines.Setup, published: baselines.Published) -> Prediction
 CCE = ("cut-cross-entropy", "25.1.1")
 
 
+@_with_old_workspaces
 def cut_cross_entropy(row: Row) -> Prediction:
     """How far a forward (fw), a backward (bw) or both rise above what was allocated before (benchmark/memory.py)."""
-    _old_workspaces()
     published = baselines.published_row(vars(row))
     if published.method == "cce":
         try:

@@ -93,7 +93,8 @@ def test_a_worker_that_is_killed_once_is_replaced(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         return os.getpid() == HERE
 
-    assert run_all([functools.partial(dies_once, tmp_path / name) for name in "ab"]) == [False, False]
+    (tmp_path / "here").touch()
+    assert run_all([functools.partial(dies_once, tmp_path / name) for name in ("absent", "here")]) == [False, False]
 
 
 def test_threads_and_backward_passes_go_on_in_a_fork():
