@@ -160,14 +160,14 @@ def compare_way(name: str) -> Comparison:
     return compared(program(build, tokens, training))
 
 
-@pytest.mark.parametrize("name", by_day(MODELS, *[*MODELS][::3]))
+@pytest.mark.parametrize("name", by_day(MODELS, *[*MODELS][::6]))
 def test_families(name: str) -> None:
     comparison = compare_model(name)
     check(comparison)
     check_documented(row(name, MODELS[name].family, comparison))
 
 
-@pytest.mark.parametrize("name", by_day(WAYS, *[*WAYS][::3]))
+@pytest.mark.parametrize("name", by_day(WAYS, *[*WAYS][::6]))
 def test_ways_to_train(name: str) -> None:
     comparison = compare_way(name)
     check(comparison)

@@ -111,6 +111,7 @@ def test_the_peak_is_that_of_the_json(page, made):
     assert sorted(found) == sorted((*one[:3], one[3].strip(), *one[4:]) for one in told)
 
 
+@pytest.mark.nightly
 def test_foreign_words_are_text(page):
     assert page.run("document.querySelectorAll('img').length") == 0
     assert page.run("document.querySelectorAll('main b').length") == 0
@@ -120,6 +121,7 @@ def test_foreign_words_are_text(page):
     assert "</script>" in labels
 
 
+@pytest.mark.nightly
 def test_a_click_shows_that_moment(page, made):
     box = page.run("document.querySelector('#timeline .nsewdrag').getBoundingClientRect().toJSON()")
     x, y = box["x"] + box["width"] * 0.7, box["y"] + box["height"] * 0.6
@@ -133,6 +135,7 @@ def test_a_click_shows_that_moment(page, made):
     assert 0.65 < event / page.run("Number(document.getElementById('event').max)") < 0.75
 
 
+@pytest.mark.nightly
 def test_every_stage_ends_with_what_the_report_says(page, made):
     from memprof.flows.saved_files import load
 
@@ -145,6 +148,7 @@ def test_every_stage_ends_with_what_the_report_says(page, made):
         assert sum(categories(page).values()) == stage["allocated_bytes"]
 
 
+@pytest.mark.nightly
 def test_the_table_filters_and_sorts(page):
     everything = shown(page)
     write(page, "filter", "linear relu")
@@ -159,6 +163,7 @@ def test_the_table_filters_and_sorts(page):
     assert [int(row[2]) for row in shown(page)] == sorted(int(row[2]) for row in everything)
 
 
+@pytest.mark.nightly
 def test_a_findings_evidence_shows_its_tensors(page, made):
     titles = [finding["title"] for finding in made.report["findings"]]
     assert titles and page.run("[...document.querySelectorAll('#found a')].map(one => one.textContent)") == titles
@@ -177,6 +182,7 @@ def test_a_findings_evidence_shows_its_tensors(page, made):
     assert len(shown(page)) == everything
 
 
+@pytest.mark.nightly
 def test_the_curve_keeps_its_peak_and_has_other_modes(page, made):
     curve = "document.getElementById('timeline').data.at(-1).y"
     unit = 2**20
@@ -186,6 +192,7 @@ def test_the_curve_keeps_its_peak_and_has_other_modes(page, made):
         assert max(page.run(curve)) * unit == made.report["peak"][name]
 
 
+@pytest.mark.nightly
 def test_the_map_shows_what_is_free_at_the_peak(page, made):
     from memprof.flows.saved_files import load
 
@@ -218,6 +225,7 @@ def test_two_gpus_are_two_rows(browser, memprof, script):
     assert browser.problems == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scheme", "width"), by_day([*itertools.product(["light", "dark"], [400, 1280])], ("light", 400))
 )

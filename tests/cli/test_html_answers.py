@@ -97,6 +97,7 @@ def rows(browser: Browser, title: str) -> list[list[str]]:
     return browser.run(f"[...{section(browser, title)}.querySelectorAll('tbody tr')].map(row => {cells})")
 
 
+@pytest.mark.nightly
 def test_two_runs_in_one_page(browser, compared):
     browser.open(compared.page)
     answer = compared.answer
@@ -121,6 +122,7 @@ def test_two_runs_in_one_page(browser, compared):
     assert "b <i>&.memprof" in browser.run("document.getElementById('heading').textContent")
 
 
+@pytest.mark.nightly
 def test_a_table_filters_and_sorts(browser, analyzed):
     browser.open(analyzed.page)
     groups = analyzed.answer["devices"][0]["moment"]["groups"]
@@ -143,6 +145,7 @@ def test_a_table_filters_and_sorts(browser, analyzed):
     assert max(browser.run(curve)) * 2**20 == analyzed.answer["devices"][0]["peak"]["allocated_bytes"]
 
 
+@pytest.mark.nightly
 def test_what_was_run_and_what_it_costs(browser, recommended):
     browser.open(recommended.page)
     answer = recommended.answer
@@ -203,6 +206,7 @@ def test_a_sweep_is_a_map_with_its_frontier_and_reasons(browser, swept, scheme, 
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, other)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("scheme", "width"), by_day([*itertools.product(["light", "dark"], [400, 1280])], ("light", 400))
 )
@@ -213,6 +217,7 @@ def test_no_page_is_wider_than_its_window(browser, compared, analyzed, recommend
         assert browser.run("document.documentElement.dataset.theme") == scheme
 
 
+@pytest.mark.nightly
 def test_a_comparison_of_json_has_no_curves(folder, memprof, browser):
     answer = folder / "compared.json"
     answer.write_text(memprof("compare", folder / "a.memprof", folder / "b <i>&.memprof", "--json").stdout)

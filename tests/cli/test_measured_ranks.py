@@ -51,6 +51,7 @@ def test_each_rank_is_measured_and_they_stop_together(tmp_path):
     assert "ranks 0-1 of 2, together; shown in full: rank" in text and "device used" not in text
 
 
+@pytest.mark.nightly
 def test_parts_of_spread_parameters_are_measured():
     done = run("--device", "cpu", "--json")
     assert done.exit_code == 0, done.stderr

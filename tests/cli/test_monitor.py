@@ -79,6 +79,7 @@ def test_a_command_that_ends_well(terminal, script, tmp_path):
     assert "peaks: allocated 3.00 GiB, reserved 6.00 GiB" in shown.screen.text.replace("\n", "")
 
 
+@pytest.mark.nightly
 def test_output_is_all_there_and_in_order(terminal, script):
     code = """
 import sys, time
@@ -217,6 +218,7 @@ def test_a_window_that_changes(terminal, script):
     assert "\x1b[1;17r" in shown.received  # three rows of twenty
 
 
+@pytest.mark.nightly
 def test_a_window_that_is_too_small(terminal, script):
     shown = terminal("--interval", 0.1, "--", sys.executable, script("import time; time.sleep(0.5)"), rows=8)
     assert shown.wait() == 0
@@ -242,6 +244,7 @@ def test_input_output_and_exit_code_pass_through(script):
     assert others == ["wrong"]
 
 
+@pytest.mark.nightly
 def test_a_line_each_second_and_one_on_the_gpus(script, without_gpus):
     code = "import time; x = bytearray(100 << 20); time.sleep(1)"
     done = run_monitor("--interval", 0.2, "--", sys.executable, script(code), env=environment())
@@ -252,6 +255,7 @@ def test_a_line_each_second_and_one_on_the_gpus(script, without_gpus):
     assert peak.endswith(" MiB") and 100 < float(peak.split()[0]) < 140
 
 
+@pytest.mark.nightly
 def test_a_command_shorter_than_the_interval_has_its_peak(script):
     code = "import time; x = bytearray(300 << 20); del x; time.sleep(1)"
     done = run_monitor("--json", "--interval", 30, "--", sys.executable, script(code), env=environment())
@@ -306,6 +310,7 @@ time.sleep(60)
     assert (process.returncode, stdout) == (11, "caught\n"), stderr
 
 
+@pytest.mark.nightly
 def test_a_signal_that_memprof_ignores_is_ignored_by_the_command(script):
     code = "import signal, time; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True); time.sleep(0.5)"
     line = f'trap "" HUP; exec {" ".join(command_line("--quiet", "--", sys.executable, script(code)))}'
@@ -355,6 +360,7 @@ def test_a_log_that_cannot_be_written(script, tmp_path):
     assert done.stderr.count("in 1 process") >= 2
 
 
+@pytest.mark.nightly
 def test_a_log_that_has_no_place_is_refused_before_the_command_begins(script, tmp_path):
     notes = tmp_path / "notes.csv"
     notes.write_text("mine")
@@ -372,6 +378,7 @@ def test_a_log_that_has_no_place_is_refused_before_the_command_begins(script, tm
     assert notes.read_text().startswith("time,")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_reader_that_has_gone(script, without_gpus):
     """Of the command's view: the command is not to suffer."""

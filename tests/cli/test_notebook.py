@@ -53,6 +53,7 @@ def test_the_magic_draws_the_run_and_gives_the_report(outputs):
     assert (kind, source) == ("Linear", "cell 2:2 <module>")
 
 
+@pytest.mark.nightly
 def test_figures_and_frames_show_themselves(outputs):
     for place, kind in ((2, "scatter"), (3, "treemap")):
         (shown,) = outputs[place]

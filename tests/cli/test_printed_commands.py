@@ -161,6 +161,7 @@ def small(tmp_path) -> Path:
     return file
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
     """Of a run that dies in its logits: what findings and doctor name is run, and is of use."""

@@ -90,6 +90,7 @@ def test_what_hangs_on_gpus_is_an_error(what, said, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("memprof*"))
 
 
+@pytest.mark.nightly
 def test_what_a_forked_child_does_is_its_own():
     done = run(*LAUNCHED, "forks")
     assert done.exit_code == 1
@@ -104,6 +105,7 @@ def test_one_gpu_that_is_full_ends_all():
     assert document["verdict"]["fits"] is False and document["rank"]["rank"] == 2
 
 
+@pytest.mark.nightly
 def test_a_port_in_use_is_nobodys_business():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -142,6 +144,7 @@ def test_some_ranks_run_and_the_first_speaks_for_the_rest():
     assert any("Of the 4 ranks 2 ran together" in one for one in document["assumptions"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", by_day([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
 def test_no_process_is_left_behind(how, tmp_path):
     command = [sys.executable, "-m", "memprof", "run", "--ranks", "all", *map(str, LAUNCHED), "sleeps", str(tmp_path)]

@@ -84,6 +84,7 @@ def test_interrupted(tmp_path):
     assert document["failure"]["kind"] == "interrupted" and "it was interrupted" in document["findings"][0]["title"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("asked", by_day(["accelerator.is_available()", "cuda.is_available()"], "cuda.is_available()"))
 def test_no_child_trains_for_real(tmp_path, asked):
     (tmp_path / "child.py").write_text(CHILD.format(asked=asked), encoding="utf-8")
@@ -142,6 +143,7 @@ def test_a_program_does_not_wait_for_what_a_refused_child_never_sends(tmp_path):
     assert "got" not in done.stderr.split()
 
 
+@pytest.mark.nightly
 def test_a_child_without_torch_and_one_on_the_host_are_let_through(tmp_path):
     (tmp_path / "host.py").write_text("import torch\nprint('host', torch.ones(3).sum().item())", encoding="utf-8")
     text = """

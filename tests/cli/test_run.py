@@ -283,6 +283,7 @@ thread.join()
 TRAINS = "model(torch.ones(4, 8).cuda()).sum().backward(), optimizer.step()"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("line", "waits", "exit_code", "said"),
     [
@@ -300,6 +301,7 @@ def test_a_thread_sees_the_gpu_and_may_end_the_run(script, line, waits, exit_cod
     assert "StopRun" not in done.stderr and "survived" not in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_stopped_script_is_not_held_by_its_threads(script):
     waiting = script("""
         import queue

@@ -128,6 +128,7 @@ def test_an_estimate_stands_at_once_and_goes_where_there_is_no_room():
     shown.end()
 
 
+@pytest.mark.nightly
 def test_no_estimate_is_drawn_in_a_pipe_or_where_quiet(capsys):
     with progress.Progress() as piped:
         assert not piped.shows_estimates

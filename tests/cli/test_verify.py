@@ -105,6 +105,7 @@ def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
     assert result.exit_code == 4
 
 
+@pytest.mark.nightly
 def test_precision_against_accuracy(memprof, monkeypatch):
     if not at_night():  # what half precision takes of a CPU is measured in test_tables; most have no float16
         monkeypatch.setattr(bench, "measure_peak", _not_measured)
@@ -166,6 +167,7 @@ def test_a_wrong_fix_fails(memprof, monkeypatch, broken):
     assert f"chunked-loss on gpt2: {broken}" in result.stdout
 
 
+@pytest.mark.nightly
 def test_a_layer_that_runs_on_other_inputs_fails(memprof, monkeypatch):
     right = _CheckpointedForward.__call__
     monkeypatch.setattr(

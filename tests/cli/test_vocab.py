@@ -74,6 +74,7 @@ def test_what_a_cap_saves_is_what_profile_says(memprof, corpus):
     assert before["logits_bytes"] - after["logits_bytes"] > 2 * 4 * 4 * 128 * fewer
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_a_tokenizer_before_is_the_model(memprof, corpus, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")

@@ -92,6 +92,7 @@ def test_the_history_is_compared_by_address_and_bytes(cuda: list[Any]) -> None:
     assert kineto.against_history(history, [], "cpu") == {}
 
 
+@pytest.mark.nightly
 def test_the_profiler_s_tree_has_as_much_with_a_root_as_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return apply_fixes(SpecRuns(spec), parse_fixes("cpu-offload-activations=1000000,compile"), row_per_fix=True)
 
 
+@pytest.mark.nightly
 def test_what_it_saves_and_costs_is_of_its_own_run(ladder: Any) -> None:
     trace, document = ladder
     before, offloads, compiled = document.ladder

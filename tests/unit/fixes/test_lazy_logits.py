@@ -178,6 +178,7 @@ def test_no_further_from_float64_than_the_original(case):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     tokens=st.integers(16, 40).map(lambda count: 64 * count),  # at least two of the largest chunks

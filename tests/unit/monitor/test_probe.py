@@ -157,6 +157,7 @@ def test_a_sitecustomize_that_fails_says_what_it_says_alone(tmp_path, env, scrip
     assert "probe" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_forked_workers_tell_nothing_and_started_ones_do(env, script):
     code = """
 import multiprocessing, os, subprocess, sys, time

@@ -164,6 +164,7 @@ class Ring:
         self.tensor, self.ring = tensor, self
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_kept", by_day([False, True], True))
 def test_what_a_dropped_cycle_has_is_garbage_unless_another_tensor_of_it_is_kept(*, is_kept: bool) -> None:
     """As a view in a dropped cycle, of a tensor that a variable has too."""
@@ -292,6 +293,7 @@ def resume(path: Path) -> None:
     model(torch.ones(1, 2048, device="cuda"))
 
 
+@pytest.mark.nightly
 def test_when_memory_runs_out_a_loaded_checkpoint_and_a_model_are_named(tmp_path: Path) -> None:
     """The optimizer has its part of the checkpoint, and has not used it yet."""
     saved = nn.Linear(2048, 2048)

@@ -306,6 +306,7 @@ def test_of_several_assignments_the_one_that_made_the_tensors_or_the_last(
     assert holder.source is not None and holder.source.startswith(line_of(assigned_in))
 
 
+@pytest.mark.nightly
 def test_modules_are_named_as_the_program_does() -> None:
     def program() -> None:
         stacks = [Stack().cuda()]
@@ -320,7 +321,7 @@ def test_modules_are_named_as_the_program_does() -> None:
     assert all(holder.source and holder.source.startswith(__file__) for holder in trace.idle_holders)
 
 
-@pytest.mark.parametrize(("depth", "is_found"), by_day([(7, True), (8, True), (9, False)], (8, True), (9, False)))
+@pytest.mark.parametrize(("depth", "is_found"), by_day([(7, True), (8, True), (9, False)], (9, False)))
 def test_a_module_is_one_reference(depth: int, *, is_found: bool) -> None:
     """From its parameter, a list is one reference more than there are modules around it."""
 
@@ -508,6 +509,7 @@ def sum_of_losses() -> None:
     total.backward()
 
 
+@pytest.mark.nightly
 def test_what_joins_the_graphs_of_calls_where_memory_runs_out() -> None:
     context = run_out_of_memory(sum_of_losses, 1500 * MIB)
     holder = only(context.ledger.trace)

@@ -73,7 +73,7 @@ def _uncollected() -> Iterator[None]:
         (in_a_container, True),
         (in_a_module, True),
         (in_a_function, True),
-        (below_twenty_objects, True),
+        pytest.param(below_twenty_objects, True, marks=pytest.mark.nightly),
         pytest.param(in_itself, False, marks=pytest.mark.nightly),  # each visits a million objects here
         (in_a_ring, False),
     ],

@@ -86,6 +86,7 @@ def test_a_target_network_that_is_called_with_gradients() -> None:
     assert finding.edit is not None and "train" in finding.edit.source
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("large")
 def test_a_backbone_that_only_the_optimizer_leaves_out() -> None:
     def step(first: nn.Module, second: nn.Module) -> None:

@@ -123,7 +123,7 @@ WHERE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", by_day(WHERE, "forward", "gradient hook", "step", "evaluation"))
+@pytest.mark.parametrize("where", by_day(WHERE, "forward", "step", "evaluation"))
 def test_a_smaller_attempt_after_one_that_was_refused_fits(where: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{where}", where))

@@ -56,6 +56,7 @@ def result_and_gradients(function, made, hidden, attention, weights):
     return [result.detach(), hidden.grad, attention.grad, *(p.grad.clone() for p in made.parameters())]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", ["modulated", "rank-one"])
 @settings(max_examples=examples(200), deadline=None)
 @given(

@@ -79,6 +79,7 @@ def test_three_directions_at_once(profile):
     assert held == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_gpipe_keeps_all_micro_batches(profile):
     first, second = (profile(f"pp=2:{kind}:microbatches=8", 2, rank=0) for kind in ("1f1b", "gpipe"))
     assert second.peak.categories["activations"] > 2.5 * first.peak.categories["activations"]
@@ -103,6 +104,7 @@ def test_what_is_not_divided(profile):
     assert error.value.hint == "--context-length 508"
 
 
+@pytest.mark.nightly
 def test_fixes_are_applied_to_what_is_sharded(profile):
     plain, chunked = profile("fsdp", 2), profile("fsdp", 2, fixes=("chunked-loss", "activation-checkpointing"))
     assert chunked.peak.categories["logits and loss"] < 0.2 * plain.peak.categories["logits and loss"]

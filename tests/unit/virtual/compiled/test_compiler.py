@@ -80,6 +80,7 @@ def test_a_forward_takes_the_buffers_of_its_wrapper(gpu: VirtualGpu) -> None:
     assert not eager_lines(gpu)
 
 
+@pytest.mark.nightly
 def test_torch_that_is_built_for_cuda_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the login node of a cluster: what asks the driver is there, and fails."""
 

@@ -152,6 +152,7 @@ def test_a_stance_of_the_program_holds(gpu: VirtualGpu) -> None:
     assert allocations(gpu, lambda: compiled(x)) == [SMALL]
 
 
+@pytest.mark.nightly
 def test_cuda_graphs_have_a_pool_that_is_kept() -> None:
     """Eager code gets nothing of what graphs have, and it does not go back."""
     with memprof.virtual_gpu("a100-80gb") as gpu:
