@@ -1,15 +1,15 @@
 """The first screen of a report: verdict, causes with their line, what to do, and the stages with the highest peaks.
 
-It has up to about 40 lines of 100 columns; `--full` prints the whole report.
+It has at most 40 lines of 100 columns, unless ranks or a ladder need more; `--full` prints the whole report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from memprof.findings import Finding, Severity, Suggestion
@@ -39,7 +39,8 @@ from memprof.units import format_bytes
 MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
 MAX_TENSORS = 3
-MAX_STAGES = 8
+MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
+MAX_STAGES, MIN_STAGES = 8, 4  # as many rows as MAX_LINES leaves
 MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
 
 
@@ -58,8 +59,26 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
     parts += [Text(""), render_categories(document, MIN_SHARE)]
     parts += _render_causes(document)
     parts += _render_actions(document, code_folder)
-    parts += list(_render_tables(document)) or [_render_top_stages(document)]
-    return Group(*parts, dim(_describe_rest(document)))
+    rest = dim(_describe_rest(document))
+    tables = list(_render_tables(document))
+    if tables:
+        return Group(*parts, *tables, rest)
+    return _Fitting(lambda num_stages: Group(*parts, _render_top_stages(document, num_stages), rest))
+
+
+class _Fitting:
+    """A screen with as many stages, of `make_screen(num_stages)`, as MAX_LINES leave room for at WIDTH."""
+
+    def __init__(self, make_screen: Callable[[int], RenderableType]) -> None:
+        self._make_screen = make_screen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        measured = options.update(width=WIDTH, height=None)
+        for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+            screen = self._make_screen(num_stages)
+            if len(console.render_lines(screen, measured)) <= MAX_LINES:
+                break
+        yield screen
 
 
 def _render_refused(document: Report) -> list[RenderableType]:
@@ -214,12 +233,12 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
         yield render_ladder(document, full=False)
 
 
-def _render_top_stages(document: Report) -> RenderableType:
-    """Return a table of the stages with the highest peaks, in the order of the run."""
+def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run."""
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
     with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
-    top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:MAX_STAGES])
+    top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:num_stages])
     shows_fit = document.source == "simulated"
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
