@@ -25,7 +25,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     line = file_and_line(trace.source_at(source))
     shape = format_shape(trace.storages[repeated[-1]].shape)
     change = (
-        f"expand() instead of repeat() at {line}, or neither where what follows broadcasts: {shape} is copies of one, "
-        "and a view takes no memory, unless it is written to or reshaped"
+        f"expand() instead of repeat() at {line}, or no copy at all where the next operator broadcasts: {shape} "
+        "repeats one tensor, and a view takes no memory, unless it is written to or reshaped"
     )
     yield Proposal(resize(trace, dict.fromkeys(repeated, 0)), change)

@@ -23,7 +23,7 @@ from memprof.report.terminal.folding import choose_full_step, find_peak_row, fol
 from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
-from memprof.report.terminal.next_step import choose_next_step
+from memprof.report.terminal.next_step import HELP_STEPS, choose_next_step
 from memprof.report.terminal.peak import choose_report_unit, render_categories
 from memprof.report.terminal.ranks import render_gpus, render_ranks
 from memprof.report.terminal.source_code import read_code
@@ -105,7 +105,8 @@ def _render_causes(document: Report) -> list[RenderableType]:
     lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
     notes = _list_notes(document)
     title = "Why: the largest tensors at the peak" if document.verdict.fits is False else "Largest at the peak"
-    return [make_section(title, *lines, *map(_render_title, notes), below=1)]
+    section: RenderableType = make_section(title, *lines, below=1)
+    return [section, *([make_section("Noticed", *map(_render_title, notes), below=1)] if notes else [])]
 
 
 def list_causes(document: Report) -> list[Finding]:
@@ -193,7 +194,8 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
         actions += [Action(_describe_suggestion(s)) for s in best[:MAX_SUGGESTIONS]]
-    if next_step := choose_next_step(document):
+    next_step = choose_next_step(document)
+    if next_step and not (actions and next_step in HELP_STEPS):
         actions.append(Action(*next_step, command=True))
     return actions
 

@@ -18,7 +18,8 @@ def render_heading(document: Report) -> RenderableType:
     """Return the heading of a report: command, GPU, and a description of the run."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
-    memory = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
+    total = f"{gib(device.total_bytes or 0)} GiB"
+    memory = "" if device.total_bytes is None or total in device.name else f" ({total})"  # "custom GPU with 8.00 GiB"
     if device.unified_bytes is not None and device.unified_bytes == device.total_bytes:
         memory = f" ({gib(device.total_bytes)} GiB, shared with the CPU)"
     elif device.backend == "mps":  # whose name in the catalog has the size
@@ -45,7 +46,7 @@ def render_heading(document: Report) -> RenderableType:
 
 
 _TEXT_BY_ENDING = {
-    "steps": "stopped after {steps} (--steps and --until-exit go on)",
+    "steps": "stopped after {steps} (more: --steps N or --until-exit)",
     "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout {begun}",

@@ -102,13 +102,26 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
     caught_note *= bool(num_caught)
-    text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used} in use."
+    required_bytes, total_bytes = verdict.required_bytes, device.total_bytes or 0
+    if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
+        need += f", {format_bytes(required_bytes - total_bytes)} more than there is"
+    used += f" in use{_describe_waste(document, usable_bytes)}"
+    text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used}."
     view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
     if not with_message:
         return view
     message = (verdict.oom_message or "").partition(" If reserved ")
     view.append(f" torch {'said' if was_refused else 'would say'}:")
     return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _describe_waste(document: Report, usable_bytes: int) -> str:
+    """Return what is cached in pieces that are too small for the failed allocation, where tensors leave room for it."""
+    verdict = document.verdict
+    in_use_bytes, reserved_bytes = verdict.in_use_bytes or 0, verdict.reserved_bytes or 0
+    has_room = in_use_bytes + (verdict.tried_to_allocate_bytes or 0) <= usable_bytes
+    wasted_bytes = reserved_bytes - in_use_bytes
+    return f" and {format_bytes(wasted_bytes)} cached in pieces that are too small" if has_room else ""
 
 
 def _render_paging(document: Report, need: str) -> Text:
