@@ -71,7 +71,7 @@ _OPTIONAL: dict[type, tuple[str, ...]] = {
     Report: ("gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "engine", "over_time"),
     Bridge: ("nccl_group_bytes",),
     RankFacts: _RANK_OPTIONAL,
-    DeviceFacts: ("backend", "unified_bytes"),
+    DeviceFacts: ("backend", "unified_bytes", "has_bfloat16"),
     Verdict: ("paged_bytes",),
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
 }

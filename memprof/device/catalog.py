@@ -70,6 +70,12 @@ class Gpu:
         return _BACKENDS.get(self.name.partition(" ")[0], "cuda")
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Return whether the GPU computes in bfloat16 at full speed: from compute capability 8.0 on, and Apple's and
+        Intel's (M1 computes it in float32)."""
+        return self.device_type != "cuda" or self.compute_capability >= (8, 0) or "bfloat16" in self.peak_flops
+
+    @property
     def device_type(self) -> str:
         """Return torch's type of the device, as programs name it: "cuda" (also with ROCm), "mps" or "xpu"."""
         return "cuda" if self.backend == "hip" else self.backend

@@ -76,7 +76,14 @@ def make_device_facts(
     if gpu.backend == "mps":
         usable_bytes = GpuMemory(gpu.total_bytes, 0, "mps").compute_limit(config or AllocatorConfig())
     return DeviceFacts(
-        gpu.name, gpu.total_bytes, usable_bytes, gpu.context_bytes, host_memory_bytes, gpu.backend, gpu.unified_bytes
+        gpu.name,
+        gpu.total_bytes,
+        usable_bytes,
+        gpu.context_bytes,
+        host_memory_bytes,
+        gpu.backend,
+        gpu.unified_bytes,
+        gpu.has_bfloat16,
     )
 
 

@@ -127,6 +127,7 @@ class DeviceFacts(JsonValue):
     # Memory that the GPU shares with the host; None: the GPU has its own. Of "mps", `total_bytes` is the working set
     # that Metal recommends, and `usable_bytes` the limit above which allocations fail.
     unified_bytes: int | None = None
+    has_bfloat16: bool = True  # whether it computes in bfloat16 at full speed
 
     @property
     def has_cuda_context(self) -> bool:
@@ -152,9 +153,10 @@ class DeviceFacts(JsonValue):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as plain JSON values; without those that a GPU of CUDA with its own memory has not."""
-        values = super(DeviceFacts, self).to_json()
-        return {k: v for k, v in values.items() if (k, v) not in (("backend", "cuda"), ("unified_bytes", None))}
+        """Return the facts as plain JSON values; without those that a GPU of CUDA with its own memory and
+        bfloat16 has not."""
+        usual = (("backend", "cuda"), ("unified_bytes", None), ("has_bfloat16", True))
+        return {k: v for k, v in super(DeviceFacts, self).to_json().items() if (k, v) not in usual}
 
 
 @dataclass(frozen=True, slots=True)

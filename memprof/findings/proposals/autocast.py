@@ -1,4 +1,5 @@
-"""Proposes autocast: results of matrix products and convolutions, and what follows from them alone, in bfloat16."""
+"""Proposes autocast: results of matrix products and convolutions, and what follows from them alone, in bfloat16, or in
+float16 on GPUs that compute in bfloat16 slowly."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 
 
 @proposes(70, fix="amp-bfloat16")
-def propose(context: Context) -> Iterator[Proposal]:
+def propose_bfloat16(context: Context) -> Iterator[Proposal]:
+    """Yield the change, unless the GPU is slow in bfloat16."""
+    if context.ledger.trace.facts.device.has_bfloat16:
+        yield from _propose(context)
+
+
+@proposes(71, fix="amp-float16")
+def propose_float16(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a GPU that is slow in bfloat16."""
+    if not context.ledger.trace.facts.device.has_bfloat16:
+        yield from _propose(context)
+
+
+def _propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model in float32; its saving is a lower bound, but for float32 copies that norms save for
     the backward: they are counted in the forward alone."""
     trace = context.ledger.trace

@@ -56,7 +56,7 @@ def propose_data(context: Context) -> Iterator[Proposal]:
         return
     storage = trace.storages[largest]
     where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
-    change = f"{where} in host memory (.cpu()), and only the rows of each step on the GPU"
+    change = f"keep {where} in host memory (.cpu()), and move the rows of each step to the GPU"
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
 
 

@@ -22,9 +22,10 @@ _WEIGHTS = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 
 @proposes(110, fix="bfloat16")
 def propose_bfloat16(context: Context) -> Iterator[Proposal]:
-    """Yield the change for a model in float32; its logits stay, since losses compute in float32."""
+    """Yield the change for a model in float32; its logits stay, since losses compute in float32. No change for a GPU
+    that is slow in bfloat16: weights in float16 do not train."""
     trace = context.ledger.trace
-    if _holds_peak(context):
+    if _holds_peak(context) and trace.facts.device.has_bfloat16:
         logits = set(find_logits_storages(context))
         sizes = {
             index: storage.num_bytes // 2

@@ -123,11 +123,8 @@ OPTIMIZER_LABELS = {
 
 
 def get_half_precision(gpu: Gpu) -> str:
-    """Return the half precision that the GPU computes in at full speed: bfloat16 from compute capability 8.0 on, and
-    on Apple's and Intel's GPUs (M1 computes it in float32)."""
-    is_cuda = gpu.device_type == "cuda"
-    has_bfloat16 = not is_cuda or gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops
-    return "bfloat16" if has_bfloat16 else "float16"
+    """Return the half precision that the GPU computes in at full speed."""
+    return "bfloat16" if gpu.has_bfloat16 else "float16"
 
 
 # Option of each precision.

@@ -10,6 +10,7 @@ import pytest
 
 from memprof.device.catalog import DEFAULT_GPU, DTYPES, Gpu, custom_gpu, find_gpu, list_gpus
 from memprof.errors import UsageError
+from memprof.flows.gpus import make_device_facts
 from memprof.units import GIB
 
 KEYS = [gpu.key for gpu in list_gpus() if gpu.device_type == "cuda"]  # the others: test_catalog_of_others.py
@@ -211,3 +212,20 @@ def test_import_reads_nothing_and_imports_no_torch() -> None:
 @pytest.mark.parametrize(("name", "mib"), [("h100-80gb", 750), ("h200", 750), ("a100-80gb", 426), ("b200", 426)])
 def test_context_is_that_of_the_compute_capability_where_it_was_measured(name, mib):
     assert find_gpu(name).context_bytes == mib << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "has_bfloat16"),
+    [
+        ("v100-16gb", False),
+        ("t4", False),
+        ("a100-40gb", True),
+        ("rtx-3060-12gb", True),
+        ("mi250x", True),
+        ("m1-8gb", True),
+    ],
+)
+def test_who_computes_in_bfloat16(name: str, has_bfloat16: bool) -> None:
+    assert find_gpu(name).has_bfloat16 == has_bfloat16
+    facts = make_device_facts(find_gpu(name)).to_json()
+    assert facts.get("has_bfloat16", True) == has_bfloat16

@@ -66,4 +66,4 @@ def test_inputs_and_labels_go_together() -> None:
     b = steps_on(100, 100, 70)
     (proposal,) = host_memory.propose_data(b.context())
     assert [storage.num_bytes > 0 for storage in proposal.trace.storages] == [False, False, True, True]
-    assert proposal.change.startswith("[100 x 1024] at train.py:1 in host memory (.cpu()), and only the rows")
+    assert proposal.change.startswith("keep [100 x 1024] at train.py:1 in host memory (.cpu()), and move the rows")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memprof.allocator import parse_config, parse_release, replay_in_host_memory, replay_on_gpu
@@ -45,6 +47,7 @@ from memprof.trace.events import (
     Role,
     VmapCall,
 )
+from memprof.trace.facts import DeviceFacts
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
@@ -310,6 +313,21 @@ def test_of_a_run_that_ended_before_its_backward_what_layers_left_is_freed() -> 
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_gpu_without_bfloat16_is_told_float16(has_bfloat16: bool) -> None:
+    b = TraceBuilder()
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts(has_bfloat16=has_bfloat16))
+    b.parameter("weight", 256, 100)
+    b.phase(PhaseKind.FORWARD)
+    b.enter("net")
+    b.new(64, 512, op="aten.addmm")
+    b.leave()
+    context = b.context()
+    assert bool(list(autocast.propose_bfloat16(context))) == has_bfloat16
+    assert bool(list(autocast.propose_float16(context))) != has_bfloat16
+    assert bool(list(weights.propose_bfloat16(context))) == has_bfloat16
+
+
 def test_products_and_what_follows_from_them_alone_are_halved() -> None:
     b = TraceBuilder()
     b.parameter("weight", 256, 100)
@@ -322,7 +340,7 @@ def test_products_and_what_follows_from_them_alone_are_halved() -> None:
     added = b.new(64, 256, op="aten.add")  # to the stream, which is in float32
     scores = b.new(64, 512, op="aten._softmax")
     b.leave()
-    sizes = [storage.num_bytes for storage in only(autocast.propose(b.context())).trace.storages]
+    sizes = [storage.num_bytes for storage in only(autocast.propose_bfloat16(b.context())).trace.storages]
     assert sizes[0] == 6 * 256 * 100  # the weight, and its copy
     halved = {index for index in (stream, product, follows, back, added, scores)
               if sizes[index] < b.trace.storages[index].num_bytes}  # fmt: skip

@@ -361,7 +361,7 @@ def test_an_operator_in_float32_copies_a_halved_input(op: str, peak: int) -> Non
     b.enter("net")
     b.new(2 * MIB, op="aten.convolution")
     b.new(2 * MIB, op=f"aten.{op}")
-    assert compute_allocated_peak(only(autocast.propose(b.context())).trace) == peak * MIB
+    assert compute_allocated_peak(only(autocast.propose_bfloat16(b.context())).trace) == peak * MIB
 
 
 # -- what autocast and checkpointing leave ----------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_weights_have_a_copy_in_half_precision_but_for_vectors_and_embeddings() 
     b.phase(PhaseKind.FORWARD)
     b.enter("net")
     b.new(64, 32)
-    sizes = [storage.num_bytes for storage in only(autocast.propose(b.context())).trace.storages]
+    sizes = [storage.num_bytes for storage in only(autocast.propose_bfloat16(b.context())).trace.storages]
     assert sizes == [128, 192, 32, 64 * 32 * 2]
 
 
