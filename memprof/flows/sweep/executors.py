@@ -85,6 +85,8 @@ def _select_models(specs: Sequence[TargetSpec]) -> Collection[TargetSpec]:
 def _connect(name: str, workers: int | None) -> Iterator[Workers]:
     from distributed import Client
 
+    from memprof.flows.sweep.dask_profiler import ProfilerPause
+
     address = name.removeprefix(DASK_PREFIX)
     try:
         client = Client(address, timeout=_CONNECT_SECONDS, set_as_default=False)
@@ -95,7 +97,10 @@ def _connect(name: str, workers: int | None) -> Iterator[Workers]:
         # Two for each thread: one is answered while the next is on its way.
         threads = sum(client.nthreads().values())
         executor = client.get_executor()
+        client.register_plugin(ProfilerPause())
         try:
             yield Workers(executor, workers or max(2 * threads, 2))
         finally:
             executor.shutdown(wait=False)
+            with contextlib.suppress(OSError, TimeoutError, ValueError):  # the scheduler may have ended
+                client.unregister_worker_plugin(ProfilerPause.name)
