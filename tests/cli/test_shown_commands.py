@@ -33,7 +33,9 @@ ELSEWHERE = {
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192 --html choice.html": (
         "test_html_answers.py, with a smaller model"
     ),
-    "memprof sweep --gpu t4,rtx-4090 train.py --bs {batch} -- batch=8,16,32": "unit/flows/sweep/test_executors.py",
+    "memprof run --gpu m4-max-64gb train.py": "unit/virtual/test_device_types.py: a program for mps",
+    "memprof run --gpu arc-b580 train.py": "likewise",
+    "memprof sweep --gpu t4,rtx-4090 train.py --batch-size {batch} -- batch=8,16,32": "unit/flows/sweep/test_executors.py",
     "memprof sweep --model gpt2 --batch-size 1,4 --executor dask:tcp://HOST:8786": "likewise",
     **dict.fromkeys(_commands("memprof run -q"), "tests/docs/test_long_context.py"),
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
@@ -156,7 +158,8 @@ def test_every_command_of_the_documentation_runs(memprof, folder, monkeypatch, l
     assert 20 < len(by_day) < len(COMMANDS)
     for command in by_day if lane == "by day" else COMMANDS:
         words = _small(command)
-        if {"vllm", "offline.py"} & {*words}:  # which is not installed: tests/unit/stubs/vllm
+        # Engines are not installed: tests/unit/stubs/vllm and sglang.
+        if {"vllm", "sglang", "sglang.launch_server", "offline.py", "grpo.py"} & {*words}:
             continue
         done = memprof(*words)
         # Two runs that differ are told by 4, a recording that ends in an error by 3, a machine without a GPU by 1; here
