@@ -87,7 +87,6 @@ def _make_patches(assume: Callable[[str], None]) -> Iterator[Patch]:
             yield getattr(functions, name), "_instance", None
 
 
-@functools.cache  # registered once per process; torch is slow to list its operators
 def _list_operators() -> list[Any]:
     """Return bitsandbytes' operators that have a CUDA kernel; `_make_patches` must have registered them."""
     operators = []

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memprof.device.catalog import find_gpu
+from memprof.stubs import bitsandbytes
 from memprof.stubs.extension import extensions
 from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
@@ -189,3 +190,11 @@ def test_state_of_torchao(name, per_number, block):
         assert alive(gpu) == before  # the optimizer is gone
         assert gpu.recorder.storages.peak_bytes - before == per_number * numbers + scales + 2 * table + parameter.nbytes
     assert any("one compiled kernel" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_operators_that_come_later_are_found(gpu, monkeypatch):
+    """A run may import a part of the package before its kernels: the next run had no operator."""
+    monkeypatch.setattr(bitsandbytes.dispatch, "dispatch_get_all_op_names", list)
+    assert not bitsandbytes._list_operators()
+    monkeypatch.undo()
+    assert torch.ops.bitsandbytes.quantize_blockwise.default in bitsandbytes._list_operators()
