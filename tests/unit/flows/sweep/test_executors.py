@@ -215,7 +215,13 @@ def test_few_runs_give_the_frontier_of_all_runs(tmp_path):
 def test_ctrl_c_prints_the_table_so_far(tmp_path):
     words = ("--model-size", "1M", "--gpu-vram", "1,2", "--context-length", "8,16,32,64", "--batch-size", "1,2,3,4,5,6")
     command = [sys.executable, "-m", "memprof", "sweep", *words, "--exact", "--workers", "2", "--store", str(tmp_path)]
-    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A job in the background ignores it, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     end = time.monotonic() + 120
     while sum(not path.name.startswith(".") for path in tmp_path.iterdir()) < 4 and time.monotonic() < end:
         time.sleep(0.02)
