@@ -35,7 +35,9 @@ ELSEWHERE = {
     ),
     "memprof run --gpu m4-max-64gb train.py": "unit/virtual/test_device_types.py: a program for mps",
     "memprof run --gpu arc-b580 train.py": "likewise",
-    "memprof sweep --gpu t4,rtx-4090 train.py --batch-size {batch} -- batch=8,16,32": "unit/flows/sweep/test_executors.py",
+    "memprof sweep --gpu t4,rtx-4090 train.py --batch-size {batch} -- batch=8,16,32": (
+        "unit/flows/sweep/test_executors.py"
+    ),
     "memprof sweep --model gpt2 --batch-size 1,4 --executor dask:tcp://HOST:8786": "likewise",
     **dict.fromkeys(_commands("memprof run -q"), "tests/docs/test_long_context.py"),
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
