@@ -314,11 +314,11 @@ def fast_decode_plan(
     self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode="NONE",
     window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, data_type=None, sm_scale=None,
     rope_scale=None, rope_theta=None, non_blocking=True, fixed_split_size=None, disable_split_kv=False,
-    global_override_indptr_cpu=None,
+    q_len_per_req=1, global_override_indptr_cpu=None,
 ):  # fmt: skip
     """Plan as the decoding wrapper `self` does, without copies of indices to the GPU: the caller has written them."""
     _check_position_mode(pos_encoding_mode)
-    self._batch, self._tokens = len(last_page_len), 1
+    self._batch, self._tokens = len(last_page_len), q_len_per_req
     self._set_dtypes(q_data_type or data_type or "float16", kv_data_type or data_type, None)
 
 
