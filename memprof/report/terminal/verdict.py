@@ -121,7 +121,8 @@ def _describe_waste(document: Report, usable_bytes: int) -> str:
     in_use_bytes, reserved_bytes = verdict.in_use_bytes or 0, verdict.reserved_bytes or 0
     has_room = in_use_bytes + (verdict.tried_to_allocate_bytes or 0) <= usable_bytes
     wasted_bytes = reserved_bytes - in_use_bytes
-    return f" and {format_bytes(wasted_bytes)} cached in pieces that are too small" if has_room else ""
+    is_told = has_room and wasted_bytes > 0  # none where the program has set a lower limit
+    return f" and {format_bytes(wasted_bytes)} cached in pieces that are too small" if is_told else ""
 
 
 def _render_paging(document: Report, need: str) -> Text:

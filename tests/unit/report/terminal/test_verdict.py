@@ -13,6 +13,7 @@ from memprof.ledger.caught_errors import CaughtError
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
+from memprof.report.terminal.verdict import _describe_waste
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
@@ -123,3 +124,23 @@ def test_what_failed_attempts_have_left_reserved_is_told_where_it_is_a_fifth(
     )
     text = " ".join(to_text(render(document, quiet=True)).split())
     assert (f"tensors take at most {allocated // MIB}.00 MiB of the 100.00 MiB reserved" in text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("in_use_mib", "reserved_mib", "said"),
+    [
+        (60, 90, " and 30.00 MiB cached in pieces that are too small"),  # 60 + 40 of 100 would fit
+        (61, 90, ""),  # tensors alone are too many
+        (60, 60, ""),  # a limit of the program's own: nothing is cached
+    ],
+)
+def test_what_is_cached_is_told_where_tensors_leave_room(
+    document: Report, in_use_mib: int, reserved_mib: int, said: str
+) -> None:
+    verdict = dataclasses.replace(
+        document.verdict,
+        tried_to_allocate_bytes=40 * MIB,
+        in_use_bytes=in_use_mib * MIB,
+        reserved_bytes=reserved_mib * MIB,
+    )
+    assert _describe_waste(dataclasses.replace(document, verdict=verdict), 100 * MIB) == said
