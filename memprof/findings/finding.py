@@ -50,6 +50,7 @@ class Suggestion:
     required_bytes: int  # Reserved peak of the recorded run with this change.
     fits: bool | None  # Whether the recorded run then fits; None: no GPU is given.
     num_bytes: int = field(metadata=json_name("bytes", last=True))  # By which the reserved peak is lower.
+    source: str | None = field(default=None, metadata=json_name(None))  # `file:line function` that the change is about
 
 
 @dataclass(frozen=True, slots=True)

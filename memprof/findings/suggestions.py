@@ -31,6 +31,7 @@ class Proposal(NamedTuple):
     change: str = ""  # what to change in the program's own code; "": the rule's fix makes the change
     value: int | None = None  # of the fix's main option
     config: AllocatorConfig | None = None  # settings of the allocator; None: those of the run
+    source: str | None = None  # `file:line function` that the change is about
 
 
 _Propose = Callable[[Context], Iterator[Proposal]]
@@ -252,19 +253,19 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " (of these, cached segments are released when the GPU is full)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += " up to the failed allocation, which then succeeds, but the first optimizer step needs at least "
+        text += " at this point, and gets past it, but the first optimizer step needs at least "
         text += format_bytes(later_bytes + context_bytes)
         fits = False
     elif trace.ended_out_of_memory:
-        unknown = "; what comes after it is not known" if is_rest_unknown(context) else ""
-        text += " up to the failed allocation, which " + (f"then succeeds{unknown}" if fits else "still fails")
+        unknown = "; what comes later is not known" if is_rest_unknown(context) else ""
+        text += " at this point, and " + (f"gets past it{unknown}" if fits else "still fails there")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
     device = trace.facts.device
     if fits and device.unified_bytes is not None and required > (device.resident_bytes or 0):
         text += ", but pages"
         fits = False
-    return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required)
+    return Suggestion(text, fix, required, fits, run.required_reserved_bytes - required, proposal.source)
 
 
 def _get_resident_bytes(context: Context) -> int | None:

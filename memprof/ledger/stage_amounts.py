@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator.on_gpu import GpuReplay
-from memprof.ledger.stages import Span
-from memprof.trace.events import CPU, NONE, PhaseKind, Trace
+from memprof.ledger.stages import OWN_CODE, Span
+from memprof.trace.events import CPU, NONE, EventKind, PhaseKind, Trace
 from memprof.trace.json_values import json_name
 
 
@@ -58,6 +58,7 @@ class Stage:
     measured_peak_bytes: int | None = None
     measured_reserved_bytes: int | None = None
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
+    source: str | None = field(default=None, metadata=json_name(None))  # of own code: the line that allocates most
 
 
 def build_stages(
@@ -90,8 +91,19 @@ def build_stages(
             "measured_peak_bytes": measured_peaks.get(span.begin),
         }
         span_fields = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
-        stages.append(Stage(**span_fields, **amounts, oom=oom is not None and oom.stage == span))
+        source = _find_line(trace, span) if span.plain_name in OWN_CODE else None
+        stages.append(Stage(**span_fields, **amounts, oom=oom is not None and oom.stage == span, source=source))
     return stages
+
+
+def _find_line(trace: Trace, span: Span) -> str | None:
+    """Return the line of the program that makes the largest tensor of `span`: the outermost that is known."""
+    made = [ref for kind, ref in trace.events[span.begin : span.end] if kind is EventKind.ALLOC]
+    if not made:
+        return None
+    largest = max(made, key=lambda index: trace.storages[index].num_bytes)
+    callers = trace.list_callers(largest)
+    return trace.source_at(callers[-1].source if callers else trace.storages[largest].source)
 
 
 def _assign_measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:

@@ -19,6 +19,7 @@ _PHASE_STAGES = {
     PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
+OWN_CODE = ("own code", "output", "other")  # stages of the program's own code, outside modules
 _EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
 
 

@@ -140,7 +140,22 @@ def test_the_line_to_change_is_quoted_where_its_file_is_as_it_was_run(tmp_path: 
 
 def test_the_tensor_that_is_refused_has_its_line() -> None:
     lines = to_text(render(document(2048 * MIB)), 200).splitlines()
-    assert lines[2] == "The failed allocation is [4096x64000] float32 by aten._to_copy, at tiny/loss.py:7."
+    assert lines[2] == "The failed allocation is [4096x64000] float32 by .to(), at tiny/loss.py:7."
+
+
+def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
+    """Of the innermost line that is the program's own; where it is what to change, it stands there."""
+    (tmp_path / "train.py").write_text("def loss():\n    return logits.float()\n", encoding="utf-8")
+    report = document(2048 * MIB)
+    sources = {"oom_source": "library/loss.py:7 forward", "oom_callers": ("train.py:2 loss", "train.py:1 main")}
+    report = replace(report, verdict=replace(report.verdict, **sources), findings=())
+    lines = to_text(render(report, code_folder=tmp_path), 200).splitlines()
+    assert lines[3].strip() == "return logits.float()"
+    change = Suggestion("chunks: needs 2", None, 2, True, 1, source="train.py:2 loss")
+    changed = replace(report, findings=(finding("x", Severity.WARNING, suggestions=(change,)),))
+    lines = [line.strip() for line in to_text(render(changed, code_folder=tmp_path), 200).splitlines()]
+    assert lines.count("return logits.float()") == 1
+    assert lines[lines.index("- chunks: needs 2") + 1] == "return logits.float()"
 
 
 def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:

@@ -26,10 +26,14 @@ def propose(context: Context) -> Iterator[Proposal]:
     line = trace.source_line(trace.storages[scores[0]])
     if all(_is_of_torch_module(trace, trace.storages[index]) for index in scores):
         how = f"need_weights=False in the call of nn.MultiheadAttention at {file_and_line(line)}, if the weights that"
-        yield Proposal(changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention")
+        yield Proposal(
+            changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention", source=line
+        )
     elif line is not None and "/transformers/" not in line.replace("\\", "/"):
         # The fix switches models of transformers alone.
-        yield Proposal(changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}")
+        yield Proposal(
+            changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}", source=line
+        )
     else:
         yield Proposal(changed)
 

@@ -25,5 +25,6 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_of_state = any(trace.storages[i].shape not in shapes for i in find_cloned_weights(context).intersection(copies))
     if not (is_outside or is_of_state):
         return
-    change = f"the copies of parameters at {file_and_line(trace.source_line(failed))} in host memory (.cpu() of each)"
-    yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change)
+    line = trace.source_line(failed)
+    change = f"the copies of parameters at {file_and_line(line)} in host memory (.cpu() of each)"
+    yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change, source=line)

@@ -37,4 +37,4 @@ def propose(context: Context) -> Iterator[Proposal]:
     for (function, source), own in frees.items():
         line = file_and_line(trace.source_at(source))
         change = f"torch.autograd.grad instead of {function} at {line}, unless it is differentiated again"
-        yield Proposal(free_earlier(trace, own), change)
+        yield Proposal(free_earlier(trace, own), change, source=trace.source_at(source))

@@ -39,7 +39,7 @@ def propose(context: Context) -> Iterator[Proposal]:
             f"history_size={HISTORY_SIZE} in torch.optim.LBFGS, which steps at {file_and_line(shorter.source)} and "
             f"keeps two vectors of all parameters for each iteration, of {shorter.num_iterations} so far"
         )
-        yield Proposal(free_earlier(context.ledger.trace, shorter.frees), change)
+        yield Proposal(free_earlier(context.ledger.trace, shorter.frees), change, source=shorter.source)
 
 
 @cache_per_context

@@ -35,7 +35,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = f'{where} in host memory (device="cpu"), copied in parts'
-    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(largest))
 
 
 @proposes(56)
@@ -57,7 +57,7 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     storage = trace.storages[largest]
     where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     change = f"keep {where} in host memory (.cpu()), and move the rows of each step to the GPU"
-    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change)
+    yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(storage))
 
 
 def _may_be_data(trace: Trace, index: int) -> bool:

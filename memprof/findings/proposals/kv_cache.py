@@ -29,11 +29,10 @@ def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change if such calls were made."""
     caches = find_unused_caches(context)
     if caches is not None:
-        line = file_and_line(context.ledger.trace.source_at(caches.call.source))
+        source = context.ledger.trace.source_at(caches.call.source)
         unless = "" if caches.is_certain else ", if no later call is to use the KV cache"
-        yield Proposal(
-            free_earlier(context.ledger.trace, caches.frees), f"use_cache=False in the call at {line}{unless}"
-        )
+        change = f"use_cache=False in the call at {file_and_line(source)}{unless}"
+        yield Proposal(free_earlier(context.ledger.trace, caches.frees), change, source=source)
 
 
 @cache_per_context

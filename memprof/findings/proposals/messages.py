@@ -35,7 +35,11 @@ def propose(context: Context) -> Iterator[Proposal]:
     change = (
         f"a product with the sparse matrix of the graph (torch.sparse.mm), instead of messages of all edges {where}"
     )
-    yield Proposal(resize(trace, sizes), f"{change}, if each is a row of features times a weight")
+    yield Proposal(
+        resize(trace, sizes),
+        f"{change}, if each is a row of features times a weight",
+        source=trace.source_line(largest),
+    )
 
 
 def _list_edge_counts(trace: Trace, storages: frozenset[int]) -> set[int]:

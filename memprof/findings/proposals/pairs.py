@@ -55,7 +55,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     along = f" along dimension {chunks.axis}" if chunks.axis else ""
     change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
     place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
-    yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}")
+    yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
 
 
 @cache_per_context

@@ -22,10 +22,11 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     source = sizes.most_common(1)[0][0]
     repeated = [index for index in trace.repeats if trace.storages[index].source == source]
-    line = file_and_line(trace.source_at(source))
+    line = trace.source_at(source)
+    place = file_and_line(line)
     shape = format_shape(trace.storages[repeated[-1]].shape)
     change = (
-        f"expand() instead of repeat() at {line}, or no copy at all where the next operator broadcasts: {shape} "
+        f"expand() instead of repeat() at {place}, or no copy at all where the next operator broadcasts: {shape} "
         "repeats one tensor, and a view takes no memory, unless it is written to or reshaped"
     )
-    yield Proposal(resize(trace, dict.fromkeys(repeated, 0)), change)
+    yield Proposal(resize(trace, dict.fromkeys(repeated, 0)), change, source=line)

@@ -30,14 +30,14 @@ def propose(context: Context) -> Iterator[Proposal]:
             if begin <= birth < call.end < death and used <= call.end and index not in trace.owners:
                 frees[index] = call.end
         begin = call.end
-    line = file_and_line(trace.source_at(calls[-1].source))
+    source = trace.source_at(calls[-1].source)
+    line = file_and_line(source)
     change = (
         f"create_graph=False at {line}, where {plural(len(calls), 'gradient')} keep a graph, unless a backward "
         "differentiates them again (of meta-learning: the first-order variant)"
     )
-    yield Proposal(
-        free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}), change
-    )
+    before_end = {index: time for index, time in frees.items() if time < len(trace.events)}
+    yield Proposal(free_earlier(trace, before_end), change, source=source)
 
 
 def _list_calls_until_peak(context: Context) -> list[GraphBackward]:

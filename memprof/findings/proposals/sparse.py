@@ -93,7 +93,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         f"a CSR matrix, or index_add of its {num_nonzero} elements, or no requires_grad if the matrix is not trained, "
         f"instead of the dense gradient {where}"
     )
-    yield Proposal(resize(trace, dict.fromkeys(alike, num_bytes)), change)
+    yield Proposal(resize(trace, dict.fromkeys(alike, num_bytes)), change, source=trace.source_line(largest))
 
 
 @proposes(49)
@@ -113,5 +113,6 @@ def propose_rows(context: Context) -> Iterator[Proposal]:
     masks = [index for index, one in enumerate(trace.storages) if trace.op(one) == "aten.sparse_mask" and one.hidden]
     sizes = dict.fromkeys(masks, 0) | {masks[0]: 3 * sampled.num_bytes * width}
     change = f"(left[rows] * right.T[columns]).sum(1) of the {sampled.shape[0]} nonzero elements instead of "
-    where = f"torch.sparse.sampled_addmm at {file_and_line(trace.source_line(sampled))}"
-    yield Proposal(resize(trace, sizes), f"{change}{where}, whose backward makes the mask dense")
+    line = trace.source_line(sampled)
+    where = f"torch.sparse.sampled_addmm at {file_and_line(line)}"
+    yield Proposal(resize(trace, sizes), f"{change}{where}, whose backward makes the mask dense", source=line)

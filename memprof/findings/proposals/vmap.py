@@ -32,13 +32,14 @@ def propose(context: Context) -> Iterator[Proposal]:
         rows = 1 if is_vectorized else find_fitting_rows(context, inner, num_rows)
         births = {index: context.lifetimes.births[index] for index in results}
         changed = _join_results(resize_rows(trace, inner, rows, num_rows), births, own)
-        line = file_and_line(trace.source_at(source))
+        source_line = trace.source_at(source)
+        line = file_and_line(source_line)
         how = "vmap of jvp (jacfwd has none)" if function == "jacfwd" else function
         change = f"chunk_size={rows} in torch.func.{how} at {line}"
         if is_vectorized:
             setting = "is_grads_batched" if function == "autograd.grad" else "vectorize"
             change = f"{setting}=False in torch.{function} at {line}, one row after another"
-        yield Proposal(changed, f"{change}, which takes {num_rows} rows at once")
+        yield Proposal(changed, f"{change}, which takes {num_rows} rows at once", source=source_line)
 
 
 def _find_batched(context: Context, call: VmapCall) -> list[int]:

@@ -6,6 +6,7 @@ It has at most 40 lines of 100 columns, unless ranks or a ladder need more; `--f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,10 @@ from memprof.findings import Finding, Severity, Suggestion
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import format_shape
+from memprof.report.terminal.cells import format_shape, name_operator
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
-from memprof.report.terminal.folding import choose_full_step, find_peak_row, fold_stages
+from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.heading import render_heading
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
@@ -40,7 +41,7 @@ MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
 MAX_TENSORS = 3
 MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
-MAX_STAGES, MIN_STAGES = 8, 4  # as many rows as MAX_LINES leaves
+MAX_STAGES, MIN_STAGES = 8, 2  # as many rows as MAX_LINES leaves
 MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
 
 
@@ -54,7 +55,7 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
     total_bytes = document.device.total_bytes or 0
     parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
     parts += [*render_certain_errors(document), render_verdict(document, with_message=False)]
-    parts += [*_render_refused(document), render_heading(document)]
+    parts += [*_render_refused(document, code_folder), render_heading(document)]
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, MIN_SHARE)]
     parts += _render_causes(document)
@@ -81,18 +82,23 @@ class _Fitting:
         yield screen
 
 
-def _render_refused(document: Report) -> list[RenderableType]:
-    """Return a line on the tensor whose allocation fails: its shape, its operator, and the line of Python."""
+def _render_refused(document: Report, code_folder: Path | None) -> list[RenderableType]:
+    """Return a line on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
+    code, unless that is quoted as the cause."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
     tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
-    lines = ", called at ".join(map(short_source, (verdict.oom_source, *verdict.oom_callers)))
-    text = f"The failed allocation is {tensor} by {verdict.oom_op}, at {lines}."
+    sources = verdict.oom_source, *verdict.oom_callers
+    lines = ", called at ".join(map(short_source, sources))
+    operator = name_operator(verdict.oom_op or "")
+    text = f"The failed allocation is {tensor}{f' by {operator}' * bool(operator)}, at {lines}."
     if verdict.expandable_segments_help is not None:
         effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
         text += f" {EXPANDABLE_SEGMENTS}, as torch advises, {effect}."
-    return [Text(text)]
+    codes = [code for source in sources if code_folder and (code := read_code(source, code_folder))]
+    is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
+    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
@@ -193,7 +199,9 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         # Those that do not fit are of use only where none does: together with others they may.
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
-        actions += [Action(_describe_suggestion(s)) for s in best[:MAX_SUGGESTIONS]]
+        for one in best[:MAX_SUGGESTIONS]:
+            code = read_code(one.source, code_folder) if one.source and code_folder else None
+            actions.append(Action(_describe_suggestion(one), code or ""))
     next_step = choose_next_step(document)
     if next_step and not (actions and next_step in HELP_STEPS):
         actions.append(Action(*next_step, command=True))
@@ -239,14 +247,16 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     """Return a table of the `num_stages` stages with the highest peaks, in the order of the run."""
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
-    with_tensors = [i for i, row in enumerate(rows) if row.peak_allocated_bytes]
+    with_tensors = _merge_equal_names(rows, peak_index)
+    if len(with_tensors) < 2:
+        return Group()
     top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:num_stages])
     shows_fit = document.source == "simulated"
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
     table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
     for i in top:
-        row = rows[i]
+        row = replace(rows[i], num_rounds=with_tensors[i])
         usable, resident = document.device.usable_bytes, document.device.resident_bytes
         name, fit = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
@@ -254,6 +264,19 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)
+
+
+def _merge_equal_names(rows: Sequence[ShownStage], peak_index: int | None) -> dict[int, int]:
+    """Return the rows with tensors, of those with one name the highest alone: index -> how many times it came."""
+    by_name: dict[tuple[str, int, str | None], list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.peak_allocated_bytes:
+            by_name.setdefault((row.name, row.num_merged, row.source), []).append(i)
+    merged = {}
+    for indices in by_name.values():
+        highest = max(indices, key=lambda i: (i == peak_index, rows[i].peak_allocated_bytes))
+        merged[highest] = sum(rows[i].num_rounds for i in indices)
+    return merged
 
 
 def _describe_rest(document: Report) -> str:

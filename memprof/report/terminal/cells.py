@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.comparison import TensorGroup, TotalRow
 
 _BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
+_RESERVING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_PUBLIC_NAMES = {"to_copy": ".to()"}
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
 
@@ -37,6 +39,13 @@ def choose_unit(num_bytes: int, *, min_unit_bytes: int = MIB) -> Unit:
 def format_shape(shape: Iterable[int]) -> str:
     """Return a tensor's shape as text, such as 4096x64000."""
     return "x".join(map(str, shape))
+
+
+def name_operator(op: str) -> str:
+    """Return an operator's name without what torch keeps to itself: ".to()" of "aten._to_copy"; "" of what only
+    reserves memory for another function, such as "aten.empty" of repeat()."""
+    name = op.removeprefix("aten.").lstrip("_")
+    return "" if name in _RESERVING else _PUBLIC_NAMES.get(name, name)
 
 
 def format_seconds(seconds: float, decimals: int = 2) -> str:

@@ -196,5 +196,7 @@ def _merge_stages(rows: Sequence[Stage], **changes: Any) -> ShownStage:
     amounts["delta_bytes"] = sum(deltas)
     are_equal = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
     amounts["has_equal_deltas"] = are_equal and all(row.has_equal_deltas for row in rows if isinstance(row, ShownStage))
+    highest = max(rows, key=lambda row: row.peak_allocated_bytes)
+    amounts["source"] = highest.source if changes.get("name", highest.name) == highest.name else None
     amounts["oom"] = any(row.oom for row in rows)
     return ShownStage(**amounts | changes)

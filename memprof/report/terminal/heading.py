@@ -46,7 +46,7 @@ def render_heading(document: Report) -> RenderableType:
 
 
 _TEXT_BY_ENDING = {
-    "steps": "stopped after {steps} (more: --steps N or --until-exit)",
+    "steps": "stopped after {steps}; --until-exit runs all of it",
     "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout {begun}",

@@ -37,18 +37,18 @@ def render_categories(document: Report, min_share: float = 0.0) -> RenderableTyp
             continue
         table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
     where = describe_moment(document, document.peak.stage, document.peak.step)
-    title = f"At the peak, {format_bytes(total_bytes)} of tensors{_describe_failed(document)} in {where}"
+    moment = "With the failed allocation" if _is_failed_included(document) else "At the peak"
+    title = f"{moment}, {format_bytes(total_bytes)} of tensors in {where}"
     return make_section(title, table, *_render_workspaces(document), below=1)
 
 
-def _describe_failed(document: Report) -> str:
-    """Return a note where the peak has the allocation that failed, which is not in use in torch's message."""
+def _is_failed_included(document: Report) -> bool:
+    """Return whether the peak has the allocation that failed, which is not in use in torch's message."""
     verdict, peak = document.verdict, document.peak
     is_end = document.program is not None and document.program.ended == "refused"
     live_bytes = (verdict.in_use_bytes or 0) + (verdict.tried_to_allocate_bytes or 0)
     is_same = peak.stage == verdict.oom_stage and peak.allocated_bytes > live_bytes - _MAX_ROUNDING_BYTES
-    has_failed = is_end and is_same
-    return ", with the failed allocation," if has_failed else ""
+    return is_end and is_same
 
 
 def get_uncertain_peak(document: Report) -> int:

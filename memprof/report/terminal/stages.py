@@ -12,6 +12,7 @@ from memprof.report.terminal.device_readings import describe_gpu_differences, fi
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.peak import choose_report_unit
 from memprof.report.terminal.stage_names import describe_name, describe_step
+from memprof.trace.events import short_source
 from memprof.units import MIB, format_bytes
 
 MIN_HOST_BYTES = 64 * MIB  # Host memory below this has no column.
@@ -79,6 +80,8 @@ def format_stage(
     if row.oom or (usable_bytes is not None and row.peak_allocated_bytes > usable_bytes):
         fit = Text("out of memory" if row.oom else "does not fit", style="red")
     name = Text(describe_name(row.name))
+    if row.source is not None:
+        name.append(f", {short_source(row.source)}", style="dim")
     if row.num_merged > 1:
         mean_bytes = row.delta_bytes // row.num_merged
         mean, growth = unit.format(mean_bytes), unit.format(mean_bytes, sign=True)

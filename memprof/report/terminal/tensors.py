@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.text import Text
 
 from memprof.ledger.ledger import LiveTensor
+from memprof.report.terminal.cells import name_operator
 from memprof.trace.events import short_source
 
 
@@ -30,7 +31,9 @@ def render_origin(tensor: LiveTensor) -> Text:
     owner = tensor.name or tensor.module
     if owner:
         text.append(f" {owner}")
-    text.append(f" {tensor.op.removeprefix('aten.')}", style="dim")
+    operator = name_operator(tensor.op)
     if tensor.source and not tensor.name:
-        text.append(f" {short_source(tensor.source)}", style="dim")
-    return text
+        operator = f", {operator}{' ' * bool(operator)}at {short_source(tensor.source)}"
+    elif operator:
+        operator = f" {operator}"
+    return text.append(operator, style="dim")

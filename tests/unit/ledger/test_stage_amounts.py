@@ -8,7 +8,7 @@ from memprof.allocator import GpuMemory, parse_config, replay_in_host_memory, re
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.stage_amounts import Stage
-from memprof.trace.events import CPU, EventKind, ModuleRole, PhaseKind, Sample
+from memprof.trace.events import CPU, Caller, EventKind, ModuleRole, PhaseKind, Sample
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -49,6 +49,21 @@ def test_amounts_at_the_end_and_peaks() -> None:
     ]  # fmt: skip
 
 
+def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
+    """Of a line of a library, the line that called it; modules have a name instead."""
+    b = TraceBuilder()
+    b.phase(PhaseKind.OTHER)
+    b.alloc(100, line="train.py:3 main")
+    largest = b.alloc(700, line="functional.py:8 one_hot")
+    b.trace.callers = [Caller(largest, b.trace.sources.index("train.py:3 main"), "one_hot")]
+    b.phase(PhaseKind.FORWARD)
+    b.enter("first", "Linear", ModuleRole.CHILD)
+    b.alloc(900, line="model.py:5 forward")
+    b.leave()
+    found = {stage.name: stage.source for stage in stages_of(b)}
+    assert found["other"] == "train.py:3 main" and found["first Linear"] is None
+
+
 def test_the_device_uses_what_is_reserved_and_the_context() -> None:
     b = three_stages()
     b.free(b.alloc(30 * MIB))
@@ -75,6 +90,7 @@ def test_a_stage_of_which_nothing_is_known_has_no_bytes() -> None:
     stage = Stage("context", 0, 0)
     unknown = {
         "device_used_bytes",
+        "source",
         "seconds",
         "resident_bytes",
         *(f for f in Stage.__slots__ if f.startswith("measured")),

@@ -1,4 +1,4 @@
-"""How many stages the first screen of a report shows."""
+"""Which stages the first screen of a report shows, and how many."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.report.terminal.brief import _Fitting
+from memprof.flows.account import analyze
+from memprof.report.terminal.brief import _Fitting, render
 from memprof.report.terminal.console import to_text
+from memprof.trace.events import PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts
+from tests.unit.traces import TraceBuilder
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("num_others", "num_stages"), [(0, 8), (32, 8), (33, 7), (34, 6), (35, 5), (36, 4), (37, 4), (60, 4)]
+    ("num_others", "num_stages"), [(0, 8), (32, 8), (33, 7), (34, 6), (35, 5), (38, 2), (39, 2), (60, 2)]
 )
 @pytest.mark.parametrize("width", [60, 200])
 def test_they_are_as_many_as_forty_lines_leave_room_for(num_others: int, num_stages: int, width: int) -> None:
@@ -24,3 +30,28 @@ def test_they_are_as_many_as_forty_lines_leave_room_for(num_others: int, num_sta
 def test_lines_are_those_of_a_hundred_columns() -> None:
     line = Text("two lines of sixty columns, and one of a hundred: " + "stage" * 4)
     assert to_text(_Fitting(lambda num: Group(*[line] * (num + 32))), 60).count("sixty") == 40
+
+
+def test_stages_of_one_name_are_one_row() -> None:
+    """Three backwards that differ, of which the second has the peak."""
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
+    b.parameter("weight", MIB)
+    for size in (2 * MIB, 8 * MIB, 4 * MIB):
+        b.phase(PhaseKind.BACKWARD)
+        b.free(b.new(size))
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.free(b.new(size // 4))
+    table = to_text(render(analyze(b.trace)), 100).partition("of tensors   ")[2].splitlines()
+    rows = [line.partition("  fits")[0].split() for line in table if line.endswith(" fits")]
+    assert rows == [
+        ["setup", "4.00", "4.00"], ["backward,", "3", "times", "<-", "peak", "36.00", "4.00"],
+        ["optimizer", "step,", "3", "times", "12.00", "4.00"],
+    ]  # fmt: skip
+
+
+def test_one_stage_alone_is_no_table() -> None:
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
+    b.parameter("weight", MIB)
+    assert "at its end" not in to_text(render(analyze(b.trace)))

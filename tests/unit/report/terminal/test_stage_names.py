@@ -28,10 +28,8 @@ def test_plain_words(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "suffix"), [(0, ""), (1, " of step 1")])
-@pytest.mark.parametrize(
-    ("ended", "note"), [("refused", "of tensors, with the failed allocation, in"), ("exit", "of tensors in")]
-)
-def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, note: str) -> None:
+@pytest.mark.parametrize(("ended", "moment"), [("refused", "With the failed allocation"), ("exit", "At the peak")])
+def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, moment: str) -> None:
     """The peak has the allocation that failed, and a script that trains nothing has no step."""
     b = TraceBuilder()
     program = ProgramFacts(("a.py",), ended, None, num_steps, ())
@@ -40,7 +38,7 @@ def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, note: st
     b.new(6 * MIB)
     b.new(6 * MIB)  # of 4 bytes each
     text = " ".join(to_text(render(analyze(b.trace))).split())
-    assert f"At the peak, 48.00 MiB {note} backward{suffix}" in text
+    assert f"{moment}, 48.00 MiB of tensors in backward{suffix}" in text
     assert f"runs out of memory in backward{suffix}, when" in text
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
 import memprof
 from memprof.report.documents.report import Report
+from memprof.report.terminal.cells import name_operator
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
 from memprof.report.terminal.summary import format_summary
-from memprof.report.terminal.tensors import merge_equal_tensors
+from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
 
 
 def document() -> Report:
@@ -38,3 +42,27 @@ def test_what_differs_in_what_is_said_stays_apart() -> None:
     says = [(t.num_bytes, t.shape, t.dtype, t.category, t.op, t.name or (t.module, t.source)) for t in found]
     assert len(set(says)) == len(says) > 3
     assert sum(one.count for one in found) == sum(one.count for one in document().peak.tensors)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("aten._to_copy", ".to()"), ("aten._softmax", "softmax"), ("aten.addmm", "addmm"), ("aten.empty", ""),
+        ("aten.empty_like", ""), ("aten.zeros", "zeros"), ("cublas workspace", "cublas workspace"),
+    ],
+)  # fmt: skip
+def test_an_operator_is_named_as_programs_call_it(op: str, name: str) -> None:
+    assert name_operator(op) == name
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "text"),
+    [
+        ("aten.mm", None, "activations layer, mm at a.py:7"), ("aten.empty", None, "activations layer, at a.py:7"),
+        ("aten.mm", "weight", "activations weight mm"), ("aten.empty", "weight", "activations weight"),
+    ],
+)  # fmt: skip
+def test_origin(op: str, name: str | None, text: str) -> None:
+    found = document().peak.tensors[0]
+    tensor = replace(found, category="activations", module="layer", name=name, op=op, source="a.py:7 forward")
+    assert render_origin(tensor).plain == text
