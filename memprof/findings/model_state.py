@@ -7,27 +7,31 @@ from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.first_step import sum_missing
 from memprof.findings.optimizer_state import find_state
 from memprof.findings.suggestions import list_fix_names, suggest
-from memprof.trace.events import FirstStep, PhaseKind, Trace
+from memprof.ledger.ledger import find_live_storages
+from memprof.trace.events import FirstStep, PhaseKind, Role, Trace
 from memprof.units import format_bytes, format_count
 
+_STATE = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 LARGE_SHARE = 0.5  # of the parameters' bytes: one that has as many is named
 
 
 @rule(35)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding, where memory ended the run before the first optimizer step; `num_bytes` is what the
-    parameters alone take, or the least that the first step needs."""
+    """Return at most one finding, where memory ended the run before the first optimizer step, or for a model by name;
+    `num_bytes` is what the parameters alone take, or the least that a step needs."""
     trace, usable_bytes = context.ledger.trace, context.usable_bytes
-    if usable_bytes is None or not trace.ended_out_of_memory:
+    if usable_bytes is None or not (trace.ended_out_of_memory or context.spec):
         return []
-    model, step_bytes = trace.moved_model, _compute_step_bytes(context)
+    is_cut = trace.ended_out_of_memory
+    model, step_bytes = trace.moved_model, _compute_step_bytes(context) if is_cut else _sum_at_last_step(context)
     if model is not None and model.num_bytes > usable_bytes:
         count, num_bytes = format_count(model.num_parameters), model.num_bytes
         title = f"{model.class_name} has {count} parameters in {model.dtype}, {format_bytes(num_bytes)}"
     elif step_bytes > usable_bytes:
         num_bytes = step_bytes
-        title = f"Parameters, gradients and optimizer state alone take at least {format_bytes(num_bytes)}"
-        title += _describe_largest_parameter(trace)
+        title = "Parameters, gradients and optimizer state alone take "
+        title += f"{'at least ' * is_cut}{format_bytes(num_bytes)}"
+        title += _describe_largest_parameter(trace) if trace.first_steps else ""
     else:
         return []
     title += f": more than the {format_bytes(usable_bytes)} that the GPU has for them"
@@ -47,6 +51,17 @@ def _compute_step_bytes(context: Context) -> int:
             new = (index for index in find_state(context) if births[index] >= begin and index != oom.storage)
             made = sum(trace.storages[index].num_bytes for index in new)
     return min((made + _sum_own(trace, step) for step in trace.first_steps), default=0)
+
+
+def _sum_at_last_step(context: Context) -> int:
+    """Return the bytes of parameters, gradients and optimizer state where the last optimizer step begins; 0 without."""
+    trace = context.ledger.trace
+    begins = [time for time, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP]
+    if not begins:
+        return 0
+    live = find_live_storages(trace, begins[-1], context.ledger.run.refused)
+    owned = (index for index in live if index in trace.owners and trace.owners[index].role in _STATE)
+    return sum(trace.storages[index].num_bytes for index in owned)
 
 
 def _sum_own(trace: Trace, step: FirstStep) -> int:

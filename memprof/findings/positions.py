@@ -24,7 +24,7 @@ def find(context: Context) -> list[Finding]:
         and len(trace.storages[index].shape) == 2
         and max_positions <= trace.storages[index].shape[0] < length
     ]
-    title = f"Context of {length:,} tokens, but the model has positions for {max_positions:,}"
+    title = f"Context of {length:,} tokens, but the model was made for at most {max_positions:,} positions"
     if tables:
         index, name = tables[0]
         text = (

@@ -81,7 +81,7 @@ def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, s
             return "the first row that fits, in full", fitting[0]
         if document.ladder or spec.fixes:
             return _suggest_recommend(spec)
-        return "the fixes that make it fit at the least cost", make_profile_command(spec, "--fix", "auto")
+        return _describe_search(document), make_profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
         return ("the report of the largest", largest[0]) if largest else None
@@ -128,6 +128,14 @@ def _list_suggested_fixes(document: Report) -> set[str]:
     return {name for finding in document.findings for name in finding.fixes}
 
 
+def _describe_search(document: Report) -> str:
+    """Return the purpose of `--fix auto`, which may find nothing where no suggestion makes the run fit."""
+    suggestions = [suggestion for finding in document.findings for suggestion in finding.suggestions]
+    if suggestions and not any(suggestion.fits for suggestion in suggestions):
+        return "whether any fixes together make it fit"
+    return "the fixes that make it fit at the least cost"
+
+
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
     is_single = document.rank is None and not document.gpus
     spec = program.asked
@@ -158,7 +166,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
                 return f"whether it fits once {what} is changed", run()
             suggested = _list_suggested_fixes(document)
             if document.paged_bytes or not suggested.isdisjoint(script_fix_names()):
-                return "the fixes that make it fit at the least cost", run("--fix", "auto")
+                return _describe_search(document), run("--fix", "auto")
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.fits_in_memory is False:
         return _FIXES_HELP

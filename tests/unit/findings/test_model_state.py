@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Finding, model_state
+from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, FirstStep, MovedModel, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -49,6 +50,29 @@ def test_a_run_that_did_not_end_there_or_was_only_inference_has_no_such_cause() 
     b.trace.ended_out_of_memory = False
     assert not found(b, 300)
     b.trace.ended_out_of_memory, b.trace.first_steps = True, []
+    assert not found(b, 300)
+
+
+@pytest.mark.parametrize(("usable_mib", "is_cause"), [(399, True), (400, False)])
+def test_a_model_by_name_is_run_to_its_end(usable_mib: int, is_cause: bool) -> None:
+    """At its last step it has 100 MiB of parameters, as many of gradients, and two states; other tensors do not
+    count, nor do scripts, whose steps may be of several models."""
+    b = TraceBuilder()
+    b.parameter("weight", 25, MIB)
+    for step in (1, 2):
+        b.phase(PhaseKind.BACKWARD, step)
+        gradient = b.new(25, MIB, owner=(Role.GRADIENT, "weight"))
+        activations = b.new(50, MIB)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        if step == 1:
+            for name in ("exp_avg", "exp_avg_sq"):
+                b.new(25, MIB, owner=(Role.OPTIMIZER_STATE, name))
+        b.free(gradient, activations)
+    findings = model_state.find(b.context(usable_mib * MIB, spec=TargetSpec(model="x")))
+    assert [(one.is_decisive, one.num_bytes) for one in findings] == [(True, 400 * MIB)] * is_cause
+    assert all(
+        one.title.startswith("Parameters, gradients and optimizer state alone take 400.00 MiB:") for one in findings
+    )
     assert not found(b, 300)
 
 

@@ -35,6 +35,7 @@ FIXES = ("what each fix does and costs", "memprof help fixes")
 LIMITATIONS = ("what cannot be simulated", "memprof help limitations")
 RECOMMEND = ("what would fit this GPU, or how many of them it takes", "memprof recommend --model gpt2 --gpu h100-80gb")
 LEAST = "the fixes that make it fit at the least cost"
+SEARCH = "whether any fixes together make it fit"
 EXPANDABLE = "whether expandable segments would reserve less", "--alloc-conf expandable_segments:True"
 FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
@@ -120,7 +121,7 @@ def limit(largest: int | None) -> LargestSearch:
         (ran(fits=False, findings=suggested((None, True), ("amp-bfloat16", False))), FINDINGS),
         (
             ran(fits=False, findings=suggested((None, False), ("amp-bfloat16", False))),
-            (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py"),
+            (SEARCH, f"{RUN} --gpu h100-80gb --fix auto a.py"),
         ),
         (ran(fits=False, findings=CAUSE), ("whether it fits once that is changed", f"{RUN} {SCRIPT}")),
         (ran(fits=False, findings=LINE_CAUSE), ("whether it fits once that line is changed", f"{RUN} {SCRIPT}")),
