@@ -147,7 +147,9 @@ def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
     """Of the innermost line that is the program's own; where it is what to change, it stands there."""
     (tmp_path / "train.py").write_text("def loss():\n    return logits.float()\n", encoding="utf-8")
     report = document(2048 * MIB)
-    sources = {"oom_source": "library/loss.py:7 forward", "oom_callers": ("train.py:2 loss", "train.py:1 main")}
+    library = tmp_path / "library.py"
+    library.write_text("return x\n")
+    sources = {"oom_source": f"{library}:1 forward", "oom_callers": ("train.py:2 loss", "train.py:1 main")}
     report = replace(report, verdict=replace(report.verdict, **sources), findings=())
     lines = to_text(render(report, code_folder=tmp_path), 200).splitlines()
     assert lines[3].strip() == "return logits.float()"
