@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from memprof.allocator.cublas import PRODUCTS
 from memprof.findings.evidence import HALF_DTYPES, file_and_line, is_inference, vocab_size_of, vocabulary_tables
 from memprof.findings.finding import Context
 from memprof.findings.logits import find_step_logits
@@ -15,6 +16,7 @@ from memprof.units import GIB
 
 _CHUNK_BYTES = GIB  # of a chunk's logits in float32, as the fix has it (fixes/chunked_loss.py)
 _FLOAT32_BYTES = 4
+_PRODUCTS = tuple(f"aten.{name}" for name in PRODUCTS)
 
 
 @proposes(30, fix="chunked-loss", findings=("logits-explosion",))
@@ -34,12 +36,23 @@ def propose(context: Context) -> Iterator[Proposal]:
     chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
     share = min(1.0, chunk_bytes / live_bytes)
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
-    losses = [trace.storages[index] for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]
-    if context.spec is None and losses and all(storage.module == NONE for storage in losses):
+    if context.spec is None and _is_loss_outside_model(context, copies):
         how = _describe_gather(trace, num_elements // vocab_size)
         yield Proposal(changed, f"the loss of some tokens at a time, in the program's own code{how}")
     else:
         yield Proposal(changed)
+
+
+def _is_loss_outside_model(context: Context, copies: list[int]) -> bool:
+    """Return whether every loss of the logits `copies` is computed by the program, or by a module called after that
+    whose product the logits are: a model does not see such a loss, and cannot chunk it."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    losses = [index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax"]
+    products = [births[index] for index in copies if trace.op(trace.storages[index]) in _PRODUCTS]
+    with_loss = [index for index in losses if trace.storages[index].module != NONE]
+    calls = [call for call in trace.list_calls() if any(call.begin <= births[i] < call.end for i in with_loss)]
+    makes_logits = any(call.begin <= time < call.end for call in calls for time in products)
+    return bool(losses) and (not with_loss or (bool(calls) and not makes_logits))
 
 
 def _describe_gather(trace: Trace, num_tokens: int) -> str:

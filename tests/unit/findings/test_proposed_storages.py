@@ -542,6 +542,21 @@ def test_all_that_a_layer_has_saved_is_freed_but_for_its_result() -> None:
     assert [event.ref for event in events if event.kind is FREE] == saved
 
 
+@pytest.mark.parametrize(("begin", "is_own"), [(5, False), (6, True)])
+def test_a_loss_of_a_module_that_is_called_after_the_model_is_the_programs_own(begin: int, is_own: bool) -> None:
+    """`criterion(model(x), labels)`: the call of the model ends before that of the loss, or is the same."""
+    b = TraceBuilder()
+    b.parameter("embed.weight", 65536, 512)
+    b.inputs(1, 1024)
+    b.new(1024, 65536, op="aten.addmm")  # event 5
+    b.enter("", "CrossEntropyLoss", ModuleRole.ROOT)
+    b.new(1024, 65536, op="aten._log_softmax")
+    b.leave()
+    b.trace.forwards = [Forward(begin, len(b.trace.events), 0, NONE, True, 2, ())]
+    b.phase(PhaseKind.BACKWARD)
+    assert ("in the program's own code" in only(chunked_loss.propose(b.context())).change) is is_own
+
+
 def test_logits_that_are_no_chunk_stay_as_they_are() -> None:
     b = TraceBuilder()
     b.parameter("embed.weight", 65536, 512)
