@@ -80,6 +80,13 @@ _NEEDS_DATA_PATTERN = re.compile(
 )
 
 
+# Python's and torch's messages for arguments that a function does not have, or lacks.
+_SIGNATURE_PATTERN = re.compile(
+    r"unexpected keyword argument|required (?:positional|keyword-only) argument|takes .* positional arguments? but|"
+    r"multiple values for (?:keyword )?argument"
+)
+
+
 def describe_failure(
     error: BaseException,
     recorder: Recorder,
@@ -322,6 +329,8 @@ def _depends_on_values(error: BaseException) -> bool:
         return False
     if isinstance(error, AttributeError):
         return error.obj is None
+    if isinstance(error, TypeError) and _SIGNATURE_PATTERN.search(error_text(error)):
+        return False
     if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
         *_, (last, _) = traceback.walk_tb(error.__traceback__)
         return any(

@@ -95,6 +95,13 @@ def test_frames_of_libraries_are_cleared_and_those_of_the_program_stay() -> None
         ("{}[3]", True),
         ("def f():\n  if 0: x = 1\n  x\nf()", True),
         ("[][2]", True),
+        ("dict.fromkeys()", True),  # "expected at least 1 argument": of C, which says it in many ways
+        ("(lambda x: x)(y=1)", False),
+        ("(lambda x: x)()", False),
+        ("(lambda *, x: x)()", False),
+        ("(lambda x: x)(1, 2)", False),
+        ("(lambda x: x)(1, x=2)", False),
+        ("1 + None", True),
     ],
 )
 def test_errors_that_other_values_would_not_have_raised(text: str, may_depend: bool) -> None:
