@@ -18,7 +18,8 @@ def find(context: Context) -> list[Finding]:
     evidence = [] if is_in_title else [_make_evidence(failure, f"{failure.error}: {failure.message}")]
     if failure.source is not None:
         in_module = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
-        evidence.append(_make_evidence(failure, f"raised at {failure.source}{in_module}"))
+        called = "" if failure.caller is None else f", called at {failure.caller}"
+        evidence.append(_make_evidence(failure, f"raised at {failure.source}{in_module}{called}"))
     if failure.read is not None:
         evidence.append(_make_evidence(failure, f"read at {failure.read}"))
     fix = failure.hint or _FIX_BY_KIND[failure.kind]
@@ -26,7 +27,8 @@ def find(context: Context) -> list[Finding]:
         fix = _SECOND_BACKWARD_FIX
     elif context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
         fix = "mend this line: it was a real device"
-    evidence.append(_make_evidence(failure, f"fix: {fix}"))
+    own_line = failure.caller or failure.source
+    evidence.append(Evidence(f"fix: {fix}", module=failure.module, op=failure.op, source=own_line))
     if is_refused:
         evidence.append(Evidence("what the program does on a real GPU from there on is not known, and not counted"))
     else:
@@ -42,6 +44,8 @@ def _format_title(failure: Failure) -> str:
     location = f"in {failure.phase}, at {file_and_line(failure.source)}"
     if failure.module:
         location += f" in {failure.module}"
+    if failure.caller:
+        location += f", called at {file_and_line(failure.caller)}"
     kernel_text = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
     reason = _REASONS[failure.kind].format(op=failure.op or "an operation", kernel=kernel_text, error=failure.error)
     return f"The run stops {location}: {reason}"

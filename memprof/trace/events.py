@@ -453,6 +453,7 @@ class Failure(NamedTuple):
     source: str | None  # `file:line function` of the program
     read: str | None  # for an unknown value: the line that read the value, and the answer
     hint: str | None = None  # how to fix the failure, where known
+    caller: str | None = None  # of a source in an installed library: the program's own line that led to it
 
 
 @dataclass(slots=True)

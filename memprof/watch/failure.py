@@ -23,7 +23,7 @@ from memprof.allocator.messages import MpsOutOfMemoryError
 from memprof.errors import MemprofError, error_text, first_line
 from memprof.trace.events import GPU_TYPES, NONE, EventKind, Failure, FailureKind, Phase, PhaseKind, Trace, is_gpu
 from memprof.watch.modules import MODULE_CALL_CODE
-from memprof.watch.program_code import WORKLOAD_DIR, is_program
+from memprof.watch.program_code import WORKLOAD_DIR, is_own_file, is_program
 from memprof.watch.recorder import Recorder
 
 
@@ -112,6 +112,7 @@ def describe_failure(
             index = frame.f_locals.get("index")
             module = module if index is None else index  # None: the call raised before the module was known
     source = lines[-1] if lines else None
+    own_line = next((line for line in reversed(lines) if is_own_file(line)), None)
     if isinstance(error, MemprofError):
         return make_refused_failure(error.problem, error.hint, source, phase, frames)
     kind, named_op = _classify_error(error, error_text(error))
@@ -144,6 +145,7 @@ def describe_failure(
         source=source,
         read=unknown_read_text,
         hint=hint,
+        caller=None if own_line == source else own_line,
     )
 
 

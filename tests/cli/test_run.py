@@ -32,7 +32,7 @@ def test_in_a_process_of_its_own(script):
     assert "step 0 1.0" in lines and not any(line.startswith("step 2 ") for line in lines)
     assert "done" not in lines
     assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
-    assert "train.py 256 32 --debug: stopped after 2 training steps; --until-exit runs all of it" in done.stdout
+    assert "train.py 256 32 --debug: stopped after 2 training steps; --until-exit" in done.stdout
     assert "all of step 1" in done.stdout and "optimizer step" in done.stdout
 
 

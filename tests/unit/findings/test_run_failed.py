@@ -86,3 +86,13 @@ def test_a_failure_in_the_model_itself_has_no_name_in_the_title() -> None:
     assert finding.evidence[1].text == "raised at /a/m.py:7 f in module the model itself"
     (finding,) = find(context(FAILURE._replace(module=None)))
     assert finding.evidence[1].text == "raised at /a/m.py:7 f"
+
+
+def test_what_is_to_be_changed_is_the_line_of_the_program_and_not_that_of_a_library() -> None:
+    failure = FAILURE._replace(source="/lib/site-packages/torchvision/utils.py:9 f", caller="train.py:3 main")
+    (finding,) = find(context(failure))
+    assert finding.title == (
+        "The run stops in forward of step 1, at torchvision/utils.py:9 in layers.3, called at train.py:3: OSError"
+    )
+    (fix,) = (one for one in finding.evidence if one.text.startswith("fix: "))
+    assert fix.source == "train.py:3 main"

@@ -46,6 +46,15 @@ def test_an_error_that_speaks_of_tensors_without_data_is_a_gap(tmp_path: Path, l
     assert ("a gap of the virtual GPU, not an error of the program" in finding.title) is (kind is FailureKind.GAP)
 
 
+def test_an_error_of_an_installed_library_has_the_line_that_called_it(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "library.py"
+    library.parent.mkdir()
+    library.write_text("def fail():\n    raise OSError\n", encoding="utf-8")
+    document = report(tmp_path, f"import sys; sys.path.append({str(library.parent)!r})\nimport library\nlibrary.fail()")
+    (finding,) = (one for one in document.findings if one.id == "run-failed")
+    assert "site-packages/library.py:2, called at train.py:5: OSError" in finding.title.replace(f"{tmp_path.name}/", "")
+
+
 def raise_in(function: Callable[[], None]) -> BaseException:
     try:
         function()
