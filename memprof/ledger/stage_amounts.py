@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,13 +98,15 @@ def build_stages(
 
 
 def _find_line(trace: Trace, span: Span) -> str | None:
-    """Return the line of the program that makes the largest tensor of `span`: the outermost that is known."""
+    """Return the line that makes the largest tensor of `span`: of a library's, the program's own line that leads to it,
+    if that is known."""
     made = [ref for kind, ref in trace.events[span.begin : span.end] if kind is EventKind.ALLOC]
     if not made:
         return None
     largest = max(made, key=lambda index: trace.storages[index].num_bytes)
-    callers = trace.list_callers(largest)
-    return trace.source_at(callers[-1].source if callers else trace.storages[largest].source)
+    line, callers = trace.source_line(trace.storages[largest]), trace.list_callers(largest)
+    is_own = line is None or not os.path.isabs(line)  # files of the program are named relative to its folder
+    return line if is_own or not callers else trace.source_at(callers[0].source)
 
 
 def _assign_measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:

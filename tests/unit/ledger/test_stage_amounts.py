@@ -54,7 +54,7 @@ def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     b = TraceBuilder()
     b.phase(PhaseKind.OTHER)
     b.alloc(100, line="train.py:3 main")
-    largest = b.alloc(700, line="functional.py:8 one_hot")
+    largest = b.alloc(700, line="/lib/torch/functional.py:8 one_hot")
     b.trace.callers = [Caller(largest, b.trace.sources.index("train.py:3 main"), "one_hot")]
     b.phase(PhaseKind.FORWARD)
     b.enter("first", "Linear", ModuleRole.CHILD)
@@ -62,6 +62,8 @@ def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     b.leave()
     found = {stage.name: stage.source for stage in stages_of(b)}
     assert found["other"] == "train.py:3 main" and found["first Linear"] is None
+    b.trace.sources[b.trace.sources.index("/lib/torch/functional.py:8 one_hot")] = "model.py:8 encode"
+    assert stages_of(b)[0].source == "model.py:8 encode"
 
 
 def test_the_device_uses_what_is_reserved_and_the_context() -> None:
