@@ -10,6 +10,8 @@ from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import NONE, Trace
 from memprof.units import format_bytes
 
+MIN_CAUSE_SHARE = 0.05  # of the peak, where memory ended the run
+
 
 def compute_needs_without(context: Context, storages: Iterable[int]) -> MemoryNeeds:
     """Return what the run needs if each of `storages` is freed after its last use, or, never used, once allocated."""
@@ -32,8 +34,15 @@ def compute_needs_of(context: Context, changed: Trace) -> MemoryNeeds:
 
 
 def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
-    """Return whether the run does not fit, and would with `needs`, of `compute_needs_without`."""
-    return needs is not None and needs.fits and not context.ledger.run.fits
+    """Return whether the run does not fit, and would with `needs`, of `compute_needs_without`.
+
+    Of a run that memory ended, what is small lets one more allocation succeed, and is no cause: MIN_CAUSE_SHARE.
+    """
+    ledger = context.ledger
+    if needs is None or not needs.fits or ledger.run.fits:
+        return False
+    saved_bytes = ledger.peak_bytes - needs.allocated_bytes
+    return not ledger.trace.ended_out_of_memory or saved_bytes >= MIN_CAUSE_SHARE * ledger.peak_bytes
 
 
 def describe_cure(context: Context) -> str:

@@ -20,8 +20,9 @@ from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
 MAX_SUGGESTIONS = 3
-MIN_SHARE = 0.05  # of the run's need: a change that saves less, and does not make the run fit, is not suggested
-MIN_SHARE_PAST_END = 0.01  # of a run that memory ended, where it gets past that point: less ends at the next request
+# Of the run's need: a change that saves less, and does not make the run fit, is not suggested. A run that memory ended
+# would end at the next allocation.
+MIN_SHARE = 0.05
 
 
 class Proposal(NamedTuple):
@@ -183,9 +184,8 @@ def _estimate_required(context: Context, proposal: Proposal) -> int:
 def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool:
     run = context.ledger.run
     saved_bytes = run.required_reserved_bytes - required_bytes
-    is_cure = bool(fits and not run.fits and saved_bytes > 0)
-    min_share = MIN_SHARE_PAST_END if run.trace.ended_out_of_memory else 0
-    return saved_bytes >= (min_share if is_cure else MIN_SHARE) * run.required_reserved_bytes
+    is_cure = bool(fits and not run.fits and saved_bytes > 0) and not run.trace.ended_out_of_memory
+    return is_cure or saved_bytes >= MIN_SHARE * run.required_reserved_bytes
 
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:

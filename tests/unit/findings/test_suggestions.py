@@ -191,11 +191,11 @@ def test_less_is_enough_if_the_run_fits_then(alone: None) -> None:
     assert not suggest(two_tensors().context(1001 * MIB))
 
 
-@pytest.mark.parametrize(("mib", "is_told"), [(590, True), (592, False)])
-def test_of_a_run_that_memory_ended_a_hundredth_is_enough_to_get_past_that_point(
+@pytest.mark.parametrize(("mib", "is_told"), [(550, True), (552, False)])
+def test_of_a_run_that_memory_ended_what_gets_past_that_point_saves_a_twentieth(
     alone: None, mib: int, is_told: bool
 ) -> None:
-    """10 MiB of 1000 MiB, and 8 MiB, with which the next requests fail."""
+    """50 MiB of 1000 MiB, and 48 MiB, with which the next allocations fail."""
     shrink(1, 0, mib * MIB)
     b = two_tensors()
     b.trace.ended_out_of_memory = True
