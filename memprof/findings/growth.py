@@ -2,8 +2,9 @@
 
 Tensors with the same operator, source line and module (without layer numbers) are counterparts. The bytes of the
 counterparts that have outlived an entire iteration, one value per iteration, form a curve. The curve grows if it never
-falls, rises at least twice, and recent iterations still add bytes and allocate tensors. These do not grow: a tensor
-that is replaced in each iteration, a window over the last iterations, a structure that is built once, a full cache.
+falls, rises at least twice (three times if not in successive iterations), and recent iterations still add bytes and
+allocate tensors. These do not grow: a tensor that is replaced in each iteration, a window over the last iterations, a
+structure that is built once, a full cache.
 
 Tensors that each iteration allocates again outlive no iteration, and may still grow, in two ways:
 `everything = torch.cat([everything, new])`: the bytes of such results count from their allocation, if the iterations
@@ -35,7 +36,9 @@ MIN_STEPS = 3
 
 MAX_SHOWN = 6  # kinds of tensors in the evidence
 
-MIN_RISES = 3  # rises of the number of recreated counterparts: two may be batches that happen to have more parts
+# Rises of the number of recreated counterparts: two may be batches that happen to have more parts. Also of a curve that
+# does not rise in each iteration: two may be steps of several optimizers that take turns.
+MIN_RISES = 3
 
 MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
@@ -166,8 +169,11 @@ def is_growing(curve: Sequence[int], num_idle: int = 0) -> bool:
     rises = [iteration for iteration, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
+    longest_gap = max(after - before for before, after in pairwise(rises))
+    if longest_gap > 1 and len(rises) < MIN_RISES:
+        return False
     num_flat = max(len(curve) - 1 - rises[-1], num_idle)
-    return num_flat == 0 or num_flat < max(after - before for before, after in pairwise(rises))
+    return num_flat == 0 or num_flat < longest_gap
 
 
 def is_rising_constantly(context: Context, members: list[int], ends: Sequence[int]) -> bool:
