@@ -15,7 +15,7 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -137,15 +137,16 @@ def report_parse_errors(ctx: Any, args: Sequence[str]) -> Iterator[None]:
     except typer.TyperException as error:
         if ctx.resilient_parsing:
             raise
-        report_error(_convert_error(error.format_message(), ctx.command_path, args), as_json=as_json)
+        names = {str(parameter.name) for parameter in ctx.command.params}
+        report_error(_convert_error(error.format_message(), ctx.command_path, args, names), as_json=as_json)
         raise typer.Exit(ExitCode.USAGE_ERROR) from None
     except MemprofError as error:
         report_error(error, as_json=as_json)
         raise typer.Exit(error.exit_code) from None
 
 
-def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageError:
-    """Return an error message of typer as a UsageError with problem, value and hint."""
+def _convert_error(message: str, command: str, words: Sequence[str], parameters: Container[str]) -> UsageError:
+    """Return an error message of typer as a UsageError with problem, value and hint; `parameters` of the command."""
     number_match = re.match(r"Invalid value for '(--[\w-]+)': Input should be a valid (number|integer)", message)
     if number_match is not None:
         flag, kind = number_match.groups()
@@ -159,6 +160,11 @@ def _convert_error(message: str, command: str, words: Sequence[str]) -> UsageErr
         suggestions = re.findall(r"--[\w-]+|(?<=')\w[\w-]*(?=')", message[unknown_match.end() :])
         hint = f"did you mean {' or '.join(suggestions[:3])}? {help_hint}" if suggestions else help_hint
         return UsageError(f"no such {unknown_match[1]}", value=unknown_match[2], hint=hint)
+    extra_match = re.match(r"Got unexpected extra arguments? ?(?:\(s\) )?\((.+)\)", message)
+    if extra_match is not None:
+        extra = extra_match[1]
+        model_hint = f"a model is named by --model: {command} --model {extra.split()[0]}; " * ("model" in parameters)
+        return UsageError("unexpected extra argument", value=extra, hint=model_hint + help_hint)
     return UsageError(message[:1].lower() + message[1:].rstrip("."), hint=help_hint)
 
 
