@@ -237,7 +237,8 @@ def _find_error_line(error: _Error) -> str:
 
 def _build_title(diagnosis: Diagnosis, candidates: tuple[Candidate, ...]) -> str:
     cause, sizes, engine = diagnosis.cause, diagnosis.figures, diagnosis.engine
-    request = "" if sizes.tried is None else f": {sizes.tried.text}"
+    more = " more were requested" * (cause in (Cause.GPU_FULL, Cause.FRAGMENTATION, Cause.OTHER_PROCESSES))
+    request = "" if sizes.tried is None else f": {sizes.tried.text}{more}"
     capacity = f" on a GPU of {sizes.total.text}" if request and sizes.total is not None else ""
     if engine is not None and engine.part and engine.part.lower() not in cause.headline.lower():
         request = f" ({engine.part}){request}"

@@ -65,7 +65,7 @@ USES = [
     ("doctor nosuch.log", "no such file", "nosuch.log", "standard input"),
     ("doctor train.py --model nosuch", "unknown model", "nosuch", "memprof models"),
     ("models nosuch", "unexpected extra argument", "nosuch", "models --help"),
-    ("estimate gpt2", "unexpected extra argument", "gpt2", "memprof estimate --model gpt2"),
+    ("estimate gpt2", "unexpected extra argument", "gpt2", "estimate --model gpt2"),
     ("gpus --nosuch", "no such option", "--nosuch", "gpus --help"),
     ("verify nosuch", "unknown fix", "nosuch", "known:"),
     ("verify --model nosuch", "unknown model", "nosuch", "`memprof models`"),
