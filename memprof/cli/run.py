@@ -241,7 +241,8 @@ def _build_error(reason: EndReason, exit_code: int, failure: Failure | None = No
 
     problem = "no verdict: nothing was put on the GPU"
     if failure is not None and reason in (EndReason.ERROR, EndReason.NOT_SIMULATED):
-        location = "" if failure.source is None else f" at {failure.source}"
+        place = failure.caller or failure.source
+        location = "" if place is None else f" at {place}"
         is_gap = failure.kind in NOT_SIMULATED
         event = "the simulation stopped" if is_gap else "the script failed"
         return MemprofError(

@@ -1,9 +1,13 @@
-"""What to do where a program cannot reach Hugging Face's hub, nor has a model in its cache."""
+"""What to do where a program cannot download a model from Hugging Face's hub, or weights by torch.hub."""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
+from urllib.error import URLError
+
+import torch
 
 # Errors of huggingface_hub (errors.py) for a file that is neither here nor can be asked for; what libraries raise
 # themselves has one of them as its cause.
@@ -11,16 +15,27 @@ _ERRORS = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _ENGINES = ("vllm", "sglang")
 _FOLDER = "the hub cannot be reached, and the model is not cached here: give its folder in place of its name"
 _ENGINE_FOLDER = ", in which config.json is enough"
+_TORCH_HUB = (
+    "the weights cannot be downloaded here: leave them out (weights=None, pretrained=False), which takes the same "
+    "memory, or copy their file into {folder}"
+)
 _RETRIES = "; HF_HUB_OFFLINE=1 saves the attempts to connect"
 
 
 def suggest_folder(error: BaseException | None) -> str:
-    """Return a hint to give a folder, if `error` was caused by a hub that cannot be reached; else empty."""
+    """Return a hint to give a folder, or to leave weights out, if a hub that cannot be reached caused `error`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if type(error).__name__ in _ERRORS:
             engine = _ENGINE_FOLDER if any(name in sys.modules for name in _ENGINES) else ""
             return _FOLDER + engine + ("" if os.environ.get("HF_HUB_OFFLINE") else _RETRIES)
+        if isinstance(error, URLError) and _has_passed(error, torch.hub.__file__):
+            return _TORCH_HUB.format(folder=os.path.join(torch.hub.get_dir(), "checkpoints"))
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _has_passed(error: BaseException, file: str) -> bool:
+    """Return whether `error` was raised below a function of `file`."""
+    return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from urllib.error import URLError
 
 import pytest
+import torch
 
 from memprof.flows.hub_errors import suggest_folder
 
@@ -33,3 +35,19 @@ def test_an_error_that_the_hub_has_caused(monkeypatch):
 
 def test_other_errors_have_none():
     assert suggest_folder(None) == suggest_folder(raise_from(ConnectionError("a database"))) == ""
+
+
+def test_weights_that_torch_hub_cannot_download_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+    def refuse(*args, **kwargs):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(torch.hub, "urlopen", refuse)
+    with pytest.raises(URLError) as raised:
+        torch.hub.load_state_dict_from_url("https://download.pytorch.org/models/resnet50.pth")
+    hint = suggest_folder(raised.value)
+    assert "weights=None" in hint and hint.endswith(str(tmp_path / "hub" / "checkpoints"))
+    with pytest.raises(URLError) as raised:
+        refuse()
+    assert suggest_folder(raised.value) == ""
