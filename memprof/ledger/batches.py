@@ -14,6 +14,7 @@ from memprof.ledger.steps import TrainingStep
 from memprof.trace.events import Trace
 
 MIN_STEPS = 5  # fewest steps of a program that are compared
+MIN_SPREAD = 0.05  # of the highest peak of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,16 @@ class Batches:
     steps: tuple[BatchStep, ...]
     # For the run itself; with expandable segments; with the cache released after each step.
     reserved: tuple[ReservedOverSteps, ...]
+
+
+def may_be_larger(batches: Batches) -> bool:
+    """Return whether a later batch of the program may be larger than those of its steps: their peaks differ by
+    MIN_SPREAD, and most are not alike, as those of optimizers that take turns are. The first step has no optimizer
+    state yet."""
+    if batches.lengths is not None:
+        return False
+    peaks = [step.peak_allocated_bytes for step in batches.steps[1:]]
+    return max(peaks) - min(peaks) >= MIN_SPREAD * max(peaks) and 2 * len(set(peaks)) > len(peaks)
 
 
 def build_batches(

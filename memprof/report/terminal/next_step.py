@@ -13,6 +13,7 @@ from memprof.findings import Severity
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, script_fix_names
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, make_section
+from memprof.report.terminal.verdict import has_unseen_batches
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
 from memprof.trace.facts import ProgramFacts, Target
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
 
+MAX_STEPS = 1000  # Steps of a script that is run to its end, where batches differ.
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
 _FINDINGS_HELP = ("what each finding means", "memprof help findings")
 _FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
@@ -172,6 +174,11 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return _FIXES_HELP
     if is_single and program.misses_evaluation:
         return "whether its evaluation fits too", run(until_exit=True, steps=None, timeout=None)
+    if is_single and has_unseen_batches(document):
+        if program.planned_steps is not None and program.planned_steps <= MAX_STEPS:
+            return f"whether all {program.planned_steps} steps fit", run(until_exit=True, steps=None, timeout=None)
+        if not spec.worst_batch:
+            return "what the largest batch needs", run(worst_batch=True)
     if is_single and program.ended == "steps" and program.steps < MORE_STEPS:
         return "whether later steps take more", run(steps=MORE_STEPS)
     return _FINDINGS_HELP if document.findings else None

@@ -10,6 +10,7 @@ from rich.text import Text
 from memprof.allocator.replay import UNLIMITED_BYTES
 from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
+from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
@@ -23,6 +24,7 @@ from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
+_WORST_STEPS = 2  # that --worst-batch gives the largest batch
 _MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, both are told.
 
 
@@ -214,12 +216,25 @@ def _describe_errors(count: int) -> str:
     return f"{subject} raised and caught"
 
 
+def has_unseen_batches(document: Report) -> bool:
+    """Return whether a script was stopped before batches that may be larger than those it has had."""
+    program, batches = document.program, document.batches
+    if program is None or program.ended != "steps" or document.verdict.growth is not None or batches is None:
+        return False
+    largest = max(batches.steps, key=lambda step: step.peak_allocated_bytes)
+    was_sought = program.asked is not None and program.asked.worst_batch and largest.step <= _WORST_STEPS
+    return may_be_larger(batches) and not was_sought
+
+
 def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> Text:
     """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL, and for
     convolutions, whether it does for the most that they may take."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None and document.program is not None and document.program.misses_evaluation:
         rest = f"{format_bytes(spare)} to spare; the evaluation in its code was not reached."
+        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
+    if has_unseen_batches(document):
+        rest = f"{format_bytes(spare)} to spare; batches differ in size, and those of later steps may need more."
         return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
         rest = (

@@ -8,12 +8,15 @@ import pytest
 
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
+from memprof.ledger.batches import Batches, BatchStep
 from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.ledger.caught_errors import CaughtError
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
+from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.report import render
 from memprof.report.terminal.verdict import _describe_waste
+from memprof.run_spec import RunSpec
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
@@ -61,6 +64,31 @@ def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool)
     text = said(dataclasses.replace(document, program=program), 8 * GIB, None)
     assert text.startswith("Fits so far: " if misses else "Fits: ")
     assert ("the evaluation in its code was not reached" in text) == misses
+
+
+@pytest.mark.parametrize(
+    ("ended", "peaks", "is_sought", "may_be_larger"),
+    [
+        ("steps", (60, 95, 98, 96, 100), False, True),
+        ("steps", (60, 96, 98, 97, 100), False, False),  # by less than 5%
+        ("exit", (60, 95, 98, 96, 100), False, False),  # there are no more
+        ("steps", (60, 50, 100, 50, 100), False, False),  # steps of two optimizers, in turn
+        ("steps", (60, 100, 98, 96, 95), True, False),  # --worst-batch found the largest
+        ("steps", (60, 95, 98, 96, 100), True, True),  # and here no data loader
+    ],
+)
+def test_where_batches_differ_those_of_later_steps_may_need_more(
+    document: Report, ended: str, peaks: tuple[int, ...], is_sought: bool, may_be_larger: bool
+) -> None:
+    steps = tuple(BatchStep(step, None, peak * MIB, 0, 0) for step, peak in enumerate(peaks, 1))
+    asked = RunSpec(worst_batch=is_sought)
+    changes = {"program": ProgramFacts(("a.py",), ended, None, 5, (), asked=asked, planned_steps=5000)}
+    report = dataclasses.replace(document, batches=Batches(None, None, None, steps, ()), **changes)
+    text = said(report, 8 * GIB, None)
+    assert text.startswith("Fits so far: " if may_be_larger else "Fits: ")
+    assert ("batches differ in size, and those of later steps may need more" in text) == may_be_larger
+    step = choose_next_step(dataclasses.replace(report, source="simulated"))
+    assert (step is not None and step[0] == "what the largest batch needs") == (may_be_larger and not is_sought)
 
 
 def test_what_the_gpu_must_have_includes_the_context() -> None:
