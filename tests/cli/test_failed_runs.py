@@ -194,7 +194,7 @@ def test_the_report_so_far_names_what_stopped_it(memprof, file, tmp_path, kind, 
     again = memprof("show", capture, "--json")
     assert again.json == report and again.exit_code == 1
     shown = memprof("show", capture).stdout
-    said = f"Failed: the run stopped in {failure['phase']} with {error}"
+    said = f"Failed: the run stopped in {failure['phase']}, with {error}"
     if expected != "error":  # it is not the program's own
         what = error if failure["op"] is None else f"{failure['op']} ({error})"
         said = f"Not simulated: the run stopped in {failure['phase']}, at {what}"

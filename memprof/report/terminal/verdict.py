@@ -71,7 +71,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
             reason = f"the run stopped in {failure.phase}, at {cause}"
             label, reason = "Not simulated", f"{reason}. It needed {need} until then"
         else:
-            reason = f"the run stopped in {failure.phase} with {failure.error}"
+            reason = f"the run stopped in {failure.phase}, with {failure.error}"
             label, reason = "Failed", f"{reason}; it needed {need} until then"
             rest = "The figures are of the run up to there."
         return _label(label, "bold red", f"{reason}{fit_note} {rest}")
