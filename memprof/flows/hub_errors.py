@@ -7,8 +7,6 @@ import sys
 import traceback
 from urllib.error import URLError
 
-import torch
-
 # Errors of huggingface_hub (errors.py) for a file that is neither here nor can be asked for; what libraries raise
 # themselves has one of them as its cause.
 _ERRORS = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
@@ -29,8 +27,9 @@ def suggest_folder(error: BaseException | None) -> str:
         if type(error).__name__ in _ERRORS:
             engine = _ENGINE_FOLDER if any(name in sys.modules for name in _ENGINES) else ""
             return _FOLDER + engine + ("" if os.environ.get("HF_HUB_OFFLINE") else _RETRIES)
-        if isinstance(error, URLError) and _has_passed(error, torch.hub.__file__):
-            return _TORCH_HUB.format(folder=os.path.join(torch.hub.get_dir(), "checkpoints"))
+        hub = sys.modules.get("torch.hub")
+        if isinstance(error, URLError) and hub is not None and _has_passed(error, str(hub.__file__)):
+            return _TORCH_HUB.format(folder=os.path.join(hub.get_dir(), "checkpoints"))
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return ""

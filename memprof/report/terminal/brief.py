@@ -96,8 +96,8 @@ def _render_refused(document: Report, code_folder: Path | None) -> list[Renderab
     if verdict.expandable_segments_help is not None:
         effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
         text += f" {EXPANDABLE_SEGMENTS}, as torch advises, {effect}."
-    own_first = sorted(sources, key=lambda source: Path(source).is_absolute())  # as files of libraries are
-    codes = [code for source in own_first if code_folder and (code := read_code(source, code_folder))]
+    own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
+    codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
     return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
 
