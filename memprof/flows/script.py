@@ -171,6 +171,7 @@ def capture_run(
             spec,
             outcome.planned_steps,
             outcome.misses_evaluation,
+            outcome.misses_unfreezing,
         ),
         device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

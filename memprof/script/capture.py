@@ -20,12 +20,12 @@ from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
 from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
-from memprof.script.own_code import has_evaluation, may_train
+from memprof.script.own_code import has_evaluation, has_unfreezing, may_train
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.serving.budget import EngineBudget
-from memprof.trace.events import NOT_SIMULATED, Failure, FailureKind, Trace
+from memprof.trace.events import NOT_SIMULATED, Failure, FailureKind, Role, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.peers.channel import Channel
 from memprof.watch.failure import (
@@ -56,6 +56,7 @@ class _StopRecord:
         self.planned_steps: int | None = None
         self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
         self.misses_evaluation = False  # whether the program was stopped before it came to that
+        self.misses_unfreezing = False  # whether its training loop unfreezes parameters that are frozen still
 
     @property
     def is_stopped(self) -> bool:
@@ -90,6 +91,7 @@ class _StopRecord:
         except StopRun:
             self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
             self.misses_evaluation = self._awaits_evaluation(frame)
+            self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
             raise
 
     def _awaits_evaluation(self, frame: FrameType) -> bool:
@@ -163,6 +165,15 @@ class _StopRecord:
         )
 
 
+def _has_frozen_parameters(trace: Trace) -> bool:
+    """Return whether there are parameters that never had a gradient."""
+    names = {
+        role: {one.name for one in trace.owners.values() if one.role is role}
+        for role in (Role.PARAMETER, Role.GRADIENT)
+    }
+    return not names[Role.PARAMETER] <= names[Role.GRADIENT]
+
+
 def capture_script(
     program: Program,
     device: VirtualGpu | MeasuredDevice,
@@ -216,6 +227,7 @@ def capture_script(
                     live_state=(outcome.live_state, outcome.error),
                     planned_steps=stop_record.planned_steps,
                     misses_evaluation=stop_record.misses_evaluation,
+                    misses_unfreezing=stop_record.misses_unfreezing,
                 )
             error = outcome.error
         finally:

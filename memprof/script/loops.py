@@ -14,7 +14,7 @@ import linecache
 import math
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from memprof.watch.program_code import is_program
 
 _Loop = ast.For | ast.AsyncFor | ast.While
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_ParsedLoop = tuple[tuple[str, int], _Loop, int, int]  # (name, line) of its function, loop, first and last line
 # Names of functions and progress bars that yield the items of their argument.
 _ITERATING_FUNCTIONS = frozenset({"enumerate", "reversed", "sorted", "list", "tuple", "iter", "tqdm"})
 # Comparison that ends a loop -> side of the counter, and distance beyond the limit at which the comparison is true.
@@ -70,6 +71,17 @@ def find_position(step: int, frame: FrameType | None) -> Position:
             loops[:0] = _find_loops_around(frame)
         frame = frame.f_back
     return Position(step, tuple(loops))
+
+
+def list_loop_texts(frame: FrameType | None) -> Iterator[str]:
+    """Yield the source text of the outermost loop in each function that is running, of `frame` and its callers."""
+    while frame is not None and frame.f_code.co_filename != program.__file__:
+        if is_program(frame.f_code):
+            lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+            around = _select_loops(frame, _parse_loops("".join(lines)) or ())
+            if outermost := next(around, None):
+                yield "".join(lines[outermost.lineno - 1 : outermost.end_lineno])
+        frame = frame.f_back
 
 
 def is_second_half(position: Position) -> bool:
@@ -141,16 +153,23 @@ def _find_loops_around(frame: FrameType) -> Iterator[Loop]:
         yield Loop((code.co_filename, frame.f_lineno))  # a loop without known bounds
         return
     variables: Mapping[str, Any] | None = None
+    for node in _select_loops(frame, loops):
+        if variables is None:
+            variables = ChainMap(read_local_variables(frame), frame.f_globals)
+        yield Loop((code.co_filename, node.lineno), tuple(_find_bounds(node, variables)))
+
+
+def _select_loops(frame: FrameType, loops: Iterable[_ParsedLoop]) -> Iterator[_Loop]:
+    """Yield those of the `loops` of a file that the current line of `frame` is in, outermost first."""
+    code = frame.f_code
     current_function = (code.co_name, 0 if code.co_name == "<module>" else code.co_firstlineno)
     for function, node, first_line, last_line in loops:
         if function == current_function and first_line <= frame.f_lineno <= last_line:
-            if variables is None:
-                variables = ChainMap(read_local_variables(frame), frame.f_globals)
-            yield Loop((code.co_filename, node.lineno), tuple(_find_bounds(node, variables)))
+            yield node
 
 
 @functools.lru_cache(maxsize=16)
-def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ...] | None:
+def _parse_loops(text: str) -> tuple[_ParsedLoop, ...] | None:
     """Return ((name, line) of the function, loop, first line, last line) of each loop in source `text`.
 
     Returns None if `text` is empty or no Python source.
@@ -159,7 +178,7 @@ def _parse_loops(text: str) -> tuple[tuple[tuple[str, int], _Loop, int, int], ..
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return None
-    loops: list[tuple[tuple[str, int], _Loop, int, int]] = []
+    loops: list[_ParsedLoop] = []
 
     def visit(node: ast.AST, function: tuple[str, int]) -> None:
         if isinstance(node, _Function | ast.ClassDef):

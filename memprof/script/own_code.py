@@ -1,18 +1,20 @@
-"""Search in a program's own code for what a run may not reach: an evaluation, if it is stopped after some training
-steps, and training, if memory runs out in its first call of a model."""
+"""Search in a program's own code for what a run may not reach: an evaluation, or parameters that are unfrozen, if it is
+stopped after some training steps; and training, if memory runs out in its first call of a model."""
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
 import tokenize
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from memprof.script import program
+from memprof.script.loops import list_loop_texts
 from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
@@ -21,6 +23,15 @@ _EVALUATION = re.compile(
     r"\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
     r"|\b(?:\w+_)?(?:evaluate|evaluation|validate|validation)(?:_\w+)?\("
     r"|\beval_dataset\b|\beval_strategy\b|\bval_dataloaders?\b"
+)
+
+
+# Statements by which a training loop unfreezes parameters: of a loop over them, of a module, or by a function's name.
+_UNFREEZING = re.compile(
+    r"parameters\(.*\n?.*\brequires_grad(?: = True\b|_\((?:True)?\))"
+    r"|\brequires_grad_\((?:True)?\) for \w+ in .*parameters\("
+    r"|\w*(?:model|net|backbone|encoder|decoder|layer|module|block|head)\w*(?:\[[^]]*\])?\.requires_grad_\((?:True)?\)"
+    r"|\bunfreeze\w*\(|\bset_requires_grad\(.*\bTrue\b"
 )
 
 
@@ -34,12 +45,29 @@ _TRAINING_CALL = re.compile(r"\w*backward\w*|\w*[oO]ptim\w*|_?fit(?:_\w+)?|train
 
 def has_evaluation(frame: FrameType | None) -> bool:
     """Return whether the program that runs `frame` has code of its own that evaluates."""
-    frames = []
-    while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
-        frames.append(frame)
-        frame = frame.f_back
-    files = _list_own_files(frame.f_code.co_filename for frame in reversed(frames))
-    return any(_EVALUATION.search("".join(linecache.getlines(file))) for file in files)
+    return any(_EVALUATION.search("".join(linecache.getlines(file))) for file in _list_running_files(frame))
+
+
+def has_unfreezing(frame: FrameType | None) -> bool:
+    """Return whether the loops that `frame` is in unfreeze parameters, or call a function of the program that does."""
+    text = "".join(list_loop_texts(frame))
+    if _UNFREEZING.search(text):
+        return True
+    called = set(re.findall(r"\b(\w+)\(", text))
+    return any(_UNFREEZING.search(body) for body in _list_functions(_list_running_files(frame), called))
+
+
+def _list_functions(files: Iterable[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the source text of the functions of `files` that have one of `names`."""
+    for file in files:
+        lines = linecache.getlines(file)
+        try:
+            tree = ast.parse("".join(lines))
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name in names:
+                yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
 def may_train(error: BaseException) -> bool:
@@ -51,6 +79,15 @@ def may_train(error: BaseException) -> bool:
         return True
     names = [_list_names(file) for file in _list_own_files(code.co_filename for code in codes)]
     return not names or any(not own or any(map(_TRAINING.fullmatch, own)) for own in names)
+
+
+def _list_running_files(frame: FrameType | None) -> set[str]:
+    """Return the files of the own code of the program that runs `frame`."""
+    running = []
+    while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
+        running.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return _list_own_files(reversed(running))
 
 
 def _list_own_files(running: Iterable[str]) -> set[str]:

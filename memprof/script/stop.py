@@ -166,4 +166,5 @@ class ScriptOutcome:
     # Total training steps that a stopped script would have made; None: unknown.
     planned_steps: int | None = None
     misses_evaluation: bool = False  # whether a stopped script has code that evaluates, and has not come to it
+    misses_unfreezing: bool = False  # whether the training loop of a stopped script unfreezes parameters later
     engine: EngineBudget | None = None  # of the inference engine that the script has started

@@ -80,6 +80,8 @@ class ProgramFacts:
     # Training steps that the program's loops would have made without the limit; None: unknown.
     planned_steps: int | None = None
     misses_evaluation: bool = False  # Whether the program was stopped before the evaluation that its code has.
+    # Whether the program was stopped before its training loop unfroze parameters, as its code does.
+    misses_unfreezing: bool = False
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -60,6 +60,7 @@ def test_json_alone_on_stdout(script):
         "evaluated": False,
         "planned_steps": None,
         "misses_evaluation": False,
+        "misses_unfreezing": False,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

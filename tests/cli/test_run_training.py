@@ -157,6 +157,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "evaluated": False,
         "planned_steps": 5,
         "misses_evaluation": False,
+        "misses_unfreezing": False,
     }
 
 

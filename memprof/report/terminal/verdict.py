@@ -233,6 +233,9 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     if nccl is None and document.program is not None and document.program.misses_evaluation:
         rest = f"{format_bytes(spare)} to spare; the evaluation in its code was not reached."
         return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
+    if nccl is None and document.program is not None and document.program.misses_unfreezing:
+        rest = f"{format_bytes(spare)} to spare; its training loop unfreezes parameters, and that was not reached."
+        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
     if has_unseen_batches(document):
         rest = f"{format_bytes(spare)} to spare; batches differ in size, and those of later steps may need more."
         return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.own_code import has_evaluation, may_train
+from memprof.script.own_code import has_evaluation, has_unfreezing, may_train
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -127,3 +127,37 @@ def test_a_library_that_trains_is_running(tmp_path: Path, text: str, trains: boo
 def test_an_error_of_a_library_alone_is_of_a_program_that_may_train(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     assert may_train(error_of(tmp_path / "site-packages" / "serve.py", "1 / 0\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "unfreezes"),
+    [
+        ("unfrozen(model.parameters()).requires_grad = True", True),
+        ("[p.requires_grad_(True) for p in net.parameters()]", True),
+        ("self.backbone.requires_grad_()", True),
+        ("model.layers[i].requires_grad_(True)", True),
+        ("trainer.unfreeze_encoder(2)", True),
+        ("set_requires_grad(discriminator, True)", True),
+        ("thaw(model)", True),  # a function of the program
+        ("set_requires_grad(discriminator, False)", False),
+        ("frozen(model.parameters()).requires_grad = False", False),
+        ("model.requires_grad_(False)", False),
+        ("images.requires_grad_(True)", False),
+        ("freeze(model)", False),
+    ],
+)
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_training_loops_that_unfreeze_parameters(tmp_path: Path, line: str, unfreezes: bool, in_loop: bool) -> None:
+    """What stands before the loop was done."""
+    lines = ["def thaw(x):", "    for p in x.parameters():", "        p.requires_grad = True"]
+    lines += [] if in_loop else [f"def before(model): {line}"]
+    lines += ["for epoch in range(1):", *([f"    if epoch: {line}"] if in_loop else [])]
+    lines += ["    for step in range(1):", "        stop()"]
+    file, answers = tmp_path / "train.py", list[bool]()
+    file.write_text("\n".join(lines))
+    linecache.checkcache()
+    names = {"stop": lambda: answers.append(has_unfreezing(sys._getframe(1)))}
+    thread = threading.Thread(target=exec, args=(compile(file.read_text(), str(file), "exec"), names))
+    thread.start()
+    thread.join()
+    assert answers == [unfreezes and in_loop]

@@ -66,6 +66,17 @@ def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool)
     assert ("the evaluation in its code was not reached" in text) == misses
 
 
+@pytest.mark.parametrize("misses", [True, False])
+def test_before_its_parameters_are_unfrozen_a_run_fits_so_far(document: Report, misses: bool) -> None:
+    asked = RunSpec()
+    program = ProgramFacts(("a.py",), "steps", None, 3, (), asked=asked, misses_unfreezing=misses)
+    report = dataclasses.replace(document, program=program, source="simulated")
+    text = said(report, 8 * GIB, None)
+    assert text.startswith("Fits so far: " if misses else "Fits: ") and ("unfreezes parameters" in text) == misses
+    step = choose_next_step(report)
+    assert (step is not None and step[0] == "whether it fits with these parameters") == misses
+
+
 @pytest.mark.parametrize(
     ("ended", "peaks", "is_sought", "may_be_larger"),
     [
