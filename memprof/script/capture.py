@@ -83,7 +83,7 @@ class _StopRecord:
             self._device.num_events,
             seconds,
             self._device.room_bytes,
-            lambda: self._awaits_evaluation(frame) and is_second_half(find_position(completed, frame)),
+            lambda: self._nears_end(completed, frame),
         )
         try:
             with self.record_stop():
@@ -93,6 +93,13 @@ class _StopRecord:
             self.misses_evaluation = self._awaits_evaluation(frame)
             self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
             raise
+
+    def _nears_end(self, completed: int, frame: FrameType) -> bool:
+        """Return whether an evaluation that is awaited, or the program's end, comes after at most `completed` steps."""
+        position = find_position(completed, frame)
+        planned_steps = estimate_total_steps(self._positions, position)
+        is_half_done = planned_steps is not None and planned_steps <= 2 * completed
+        return is_half_done or (is_second_half(position) and self._awaits_evaluation(frame))
 
     def _awaits_evaluation(self, frame: FrameType) -> bool:
         """Return whether the program, which runs `frame`, has code that evaluates, and has called no model to do so."""

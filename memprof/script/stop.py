@@ -62,7 +62,8 @@ class RunProgress:
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     seconds: float = 0.0  # since the end of the step at which the run could stop
     room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
-    nears_evaluation: Callable[[], bool] = bool  # whether the first evaluation may come after at most as many steps
+    # Whether the first evaluation, or the program's end, may come after at most as many steps as it has made.
+    nears_end: Callable[[], bool] = bool
 
     @property
     def growth_bytes(self) -> int:
@@ -97,7 +98,7 @@ class StopRule:
                 is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
                 return progress.num_events < max_events and progress.seconds < MAX_GROWING_SECONDS
-        return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_evaluation()
+        return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_end()
 
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:

@@ -8,7 +8,9 @@ import time
 import pytest
 
 from memprof.errors import UsageError
-from memprof.script import EndReason, Program, StopRule, read_program
+from memprof.flows.script import run_script
+from memprof.run_spec import RunSpec
+from memprof.script import EndReason, Program, StopRule, read_program, stop
 from memprof.script.program import print_error
 from memprof.script.stop import (
     MAX_CHEAP_EVENTS,
@@ -255,8 +257,25 @@ def test_a_run_goes_on_while_that_is_cheap():
 
 @pytest.mark.parametrize("nears", [True, False])
 def test_a_run_goes_on_to_an_evaluation_that_is_near(nears):
-    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears)) == nears
-    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears))
+    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears)) == nears
+    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears))
+
+
+@pytest.mark.parametrize(("num_steps", "made", "ended"), [(4, 4, "exit"), (5, 2, "steps")])
+def test_a_run_goes_on_to_the_end_of_a_program_of_which_half_is_done(script, monkeypatch, num_steps, made, ended):
+    monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    name = script(
+        f"""
+        import torch
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range({num_steps}):
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        """
+    )
+    program = run_script(Program(name), RULE, RunSpec()).document.program
+    assert (program.steps, program.ended) == (made, ended)
 
 
 def test_a_run_goes_on_while_memory_grows():
