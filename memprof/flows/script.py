@@ -172,6 +172,7 @@ def capture_run(
             outcome.planned_steps,
             outcome.misses_evaluation,
             outcome.misses_unfreezing,
+            outcome.idle_optimizers,
         ),
         device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

@@ -57,6 +57,7 @@ class _StopRecord:
         self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
         self.misses_evaluation = False  # whether the program was stopped before it came to that
         self.misses_unfreezing = False  # whether its training loop unfreezes parameters that are frozen still
+        self.idle_optimizers = 0  # that had made no step then
 
     @property
     def is_stopped(self) -> bool:
@@ -83,6 +84,7 @@ class _StopRecord:
             self._device.num_events,
             seconds,
             self._device.room_bytes,
+            bool(self._device.phases.list_optimizers_without_step()),
             lambda: self._nears_end(completed, frame),
         )
         try:
@@ -91,6 +93,7 @@ class _StopRecord:
         except StopRun:
             self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
             self.misses_evaluation = self._awaits_evaluation(frame)
+            self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
             self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
             raise
 
@@ -235,6 +238,7 @@ def capture_script(
                     planned_steps=stop_record.planned_steps,
                     misses_evaluation=stop_record.misses_evaluation,
                     misses_unfreezing=stop_record.misses_unfreezing,
+                    idle_optimizers=stop_record.idle_optimizers,
                 )
             error = outcome.error
         finally:

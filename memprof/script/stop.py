@@ -62,6 +62,7 @@ class RunProgress:
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     seconds: float = 0.0  # since the end of the step at which the run could stop
     room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
+    awaits_optimizer: bool = False  # whether an optimizer has made no step yet, such as that of a GAN's generator
     # Whether the first evaluation, or the program's end, may come after at most as many steps as it has made.
     nears_end: Callable[[], bool] = bool
 
@@ -94,6 +95,8 @@ class StopRule:
         if progress.num_events is not None:
             if progress.num_events < MAX_CHEAP_EVENTS and progress.seconds < MAX_CHEAP_SECONDS:
                 return True
+            if progress.awaits_optimizer and progress.num_events < MAX_SLOW_EVENTS:
+                return progress.seconds < MAX_CHEAP_SECONDS
             if growth >= MIN_GROWTH_BYTES:
                 is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
@@ -168,4 +171,5 @@ class ScriptOutcome:
     planned_steps: int | None = None
     misses_evaluation: bool = False  # whether a stopped script has code that evaluates, and has not come to it
     misses_unfreezing: bool = False  # whether the training loop of a stopped script unfreezes parameters later
+    idle_optimizers: int = 0  # of a stopped script: those that have made no step
     engine: EngineBudget | None = None  # of the inference engine that the script has started

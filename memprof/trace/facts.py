@@ -82,6 +82,7 @@ class ProgramFacts:
     misses_evaluation: bool = False  # Whether the program was stopped before the evaluation that its code has.
     # Whether the program was stopped before its training loop unfroze parameters, as its code does.
     misses_unfreezing: bool = False
+    idle_optimizers: int = 0  # Optimizers that had made no step when the program was stopped.
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

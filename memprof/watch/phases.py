@@ -84,6 +84,8 @@ class Phases:
         self._known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have ever stepped
         # Optimizers that have stepped before, and were not in the step that ended last: those of an earlier model.
         self._idle_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Optimizers that step within the step of another one, which wraps them.
+        self._inner_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Whether a library steps optimizers only to allocate their state, before training.
         self._is_preparing_state = False
 
@@ -216,7 +218,10 @@ class Phases:
             self._begin_phase(previous.kind, previous.step, previous.micro_batch)
 
     def _handle_step_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_preparing_state or self._get_stepping_optimizer() not in (None, optimizer):
+        if self._is_preparing_state:
+            return
+        if self._get_stepping_optimizer() not in (None, optimizer):
+            self._inner_optimizers.add(optimizer)
             return
         self._get_stepping_optimizer = weakref.ref(optimizer)
         self._idle_optimizers.discard(optimizer)
@@ -245,7 +250,7 @@ class Phases:
 
     def list_optimizers_without_step(self) -> list[Optimizer]:
         """Return the optimizers that have not come to the end of a step."""
-        stepped = self._known_optimizers | self._stepped_optimizers
+        stepped = self._known_optimizers | self._stepped_optimizers | self._inner_optimizers
         return [optimizer for optimizer in self.optimizers if optimizer not in stepped]
 
     def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ def test_json_alone_on_stdout(script):
         "planned_steps": None,
         "misses_evaluation": False,
         "misses_unfreezing": False,
+        "idle_optimizers": 0,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -158,6 +158,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "planned_steps": 5,
         "misses_evaluation": False,
         "misses_unfreezing": False,
+        "idle_optimizers": 0,
     }
 
 

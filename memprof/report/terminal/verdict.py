@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -216,6 +216,21 @@ def _describe_errors(count: int) -> str:
     return f"{subject} raised and caught"
 
 
+def _list_unseen(document: Report) -> Iterator[str]:
+    """Yield what a script had not come to when it was stopped, and may need more memory."""
+    program = document.program
+    if program is None:
+        return
+    if program.misses_evaluation:
+        yield "the evaluation in its code was not reached"
+    if program.misses_unfreezing:
+        yield "its training loop unfreezes parameters, and that was not reached"
+    if program.idle_optimizers:
+        yield "an optimizer has made no step yet" if program.idle_optimizers == 1 else "optimizers have made no step yet"
+    if has_unseen_batches(document):
+        yield "batches differ in size, and those of later steps may need more"
+
+
 def has_unseen_batches(document: Report) -> bool:
     """Return whether a script was stopped before batches that may be larger than those it has had."""
     program, batches = document.program, document.batches
@@ -230,15 +245,8 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     """Return the verdict on a run that fits; for several GPUs, also whether the headroom suffices for NCCL, and for
     convolutions, whether it does for the most that they may take."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
-    if nccl is None and document.program is not None and document.program.misses_evaluation:
-        rest = f"{format_bytes(spare)} to spare; the evaluation in its code was not reached."
-        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
-    if nccl is None and document.program is not None and document.program.misses_unfreezing:
-        rest = f"{format_bytes(spare)} to spare; its training loop unfreezes parameters, and that was not reached."
-        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
-    if has_unseen_batches(document):
-        rest = f"{format_bytes(spare)} to spare; batches differ in size, and those of later steps may need more."
-        return _label("Fits so far", "bold yellow", f"needs {need}, {rest}")
+    if nccl is None and (unseen := next(_list_unseen(document), None)):
+        return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
         rest = (
             f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."

@@ -278,6 +278,35 @@ def test_a_run_goes_on_to_the_end_of_a_program_of_which_half_is_done(script, mon
     assert (program.steps, program.ended) == (made, ended)
 
 
+def test_a_run_goes_on_until_each_optimizer_has_made_a_step():
+    waiting = {"awaits_optimizer": True}
+    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_SLOW_EVENTS - 1, MAX_CHEAP_SECONDS - 1, **waiting))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], MAX_SLOW_EVENTS, MAX_CHEAP_SECONDS - 1, **waiting))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], MAX_SLOW_EVENTS - 1, MAX_CHEAP_SECONDS, **waiting))
+    assert not goes_on(RULE, RunProgress(2, [5, 5], MAX_SLOW_EVENTS - 1, 0.0))
+
+
+@pytest.mark.parametrize(("every", "made", "idle"), [(3, 4, 0), (9, 3, 1)])
+def test_optimizers_that_have_made_no_step_are_counted(script, monkeypatch, every, made, idle):
+    """A critic steps each time, and a generator every third or ninth; the run may go on for 150 events."""
+    monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    monkeypatch.setattr(stop, "MAX_SLOW_EVENTS", 150 if not idle else 0)
+    name = script(
+        f"""
+        import torch
+        generator, critic = (torch.nn.Linear(8, 8).cuda() for _ in range(2))
+        first, second = (torch.optim.SGD(model.parameters()) for model in (critic, generator))
+        for step in range(1000):
+            critic(generator(torch.ones(2, 8, device="cuda"))).sum().backward()
+            first.step()
+            if step % {every} == {every} - 1:
+                second.step()
+        """
+    )
+    program = run_script(Program(name), RULE, RunSpec()).document.program
+    assert (program.idle_optimizers, program.ended) == (idle, "steps") and program.steps <= made
+
+
 def test_a_run_goes_on_while_memory_grows():
     grown = [0, MIN_GROWTH_BYTES]
     assert goes_on(RULE, RunProgress(2, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS - 1))

@@ -47,12 +47,16 @@ def test_an_error_that_speaks_of_tensors_without_data_is_a_gap(tmp_path: Path, l
 
 
 def test_an_error_of_an_installed_library_has_the_line_that_called_it(tmp_path: Path) -> None:
-    library = tmp_path / "site-packages" / "library.py"
+    library = tmp_path / "site-packages" / "broken_library.py"
     library.parent.mkdir()
     library.write_text("def fail():\n    raise OSError\n", encoding="utf-8")
-    document = report(tmp_path, f"import sys; sys.path.append({str(library.parent)!r})\nimport library\nlibrary.fail()")
+    document = report(
+        tmp_path, f"import sys; sys.path.append({str(library.parent)!r})\nimport broken_library\nbroken_library.fail()"
+    )
     (finding,) = (one for one in document.findings if one.id == "run-failed")
-    assert "site-packages/library.py:2, called at train.py:5: OSError" in finding.title.replace(f"{tmp_path.name}/", "")
+    assert "site-packages/broken_library.py:2, called at train.py:5: OSError" in finding.title.replace(
+        f"{tmp_path.name}/", ""
+    )
 
 
 def raise_in(function: Callable[[], None]) -> BaseException:

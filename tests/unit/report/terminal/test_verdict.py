@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -58,23 +59,25 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
     assert f"{need} 24.00 MiB (24.00 of tensors, 0.00 cached, 0.00 of CUDA context)" in text
 
 
-@pytest.mark.parametrize("misses", [True, False])
-def test_before_its_evaluation_a_run_fits_so_far(document: Report, misses: bool) -> None:
-    program = ProgramFacts(("a.py",), "steps", None, 3, (), misses_evaluation=misses)
-    text = said(dataclasses.replace(document, program=program), 8 * GIB, None)
-    assert text.startswith("Fits so far: " if misses else "Fits: ")
-    assert ("the evaluation in its code was not reached" in text) == misses
-
-
-@pytest.mark.parametrize("misses", [True, False])
-def test_before_its_parameters_are_unfrozen_a_run_fits_so_far(document: Report, misses: bool) -> None:
-    asked = RunSpec()
-    program = ProgramFacts(("a.py",), "steps", None, 3, (), asked=asked, misses_unfreezing=misses)
+@pytest.mark.parametrize(
+    ("missed", "said_of_it", "purpose"),
+    [
+        ({"misses_evaluation": True}, "the evaluation in its code was not reached", "whether its evaluation fits too"),
+        ({"misses_unfreezing": True}, "unfreezes parameters", "whether it fits with these parameters"),
+        ({"idle_optimizers": 1}, "an optimizer has made no step", "whether the steps of the other optimizer fit too"),
+        ({"idle_optimizers": 2}, "optimizers have made no", "whether the steps of the other optimizer fit too"),
+        ({}, "", "whether later steps take more"),
+    ],
+)
+def test_before_what_may_need_more_a_run_fits_so_far(
+    document: Report, missed: dict[str, Any], said_of_it: str, purpose: str
+) -> None:
+    program = ProgramFacts(("a.py",), "steps", None, 3, (), asked=RunSpec(), **missed)
     report = dataclasses.replace(document, program=program, source="simulated")
     text = said(report, 8 * GIB, None)
-    assert text.startswith("Fits so far: " if misses else "Fits: ") and ("unfreezes parameters" in text) == misses
+    assert text.startswith("Fits so far: " if missed else "Fits: ") and said_of_it in text
     step = choose_next_step(report)
-    assert (step is not None and step[0] == "whether it fits with these parameters") == misses
+    assert step is not None and step[0] == purpose
 
 
 @pytest.mark.parametrize(
