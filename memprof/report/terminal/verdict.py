@@ -226,7 +226,7 @@ def _list_unseen(document: Report) -> Iterator[str]:
     if program.misses_unfreezing:
         yield "its training loop unfreezes parameters, and that was not reached"
     if program.idle_optimizers:
-        yield "an optimizer has made no step yet" if program.idle_optimizers == 1 else "optimizers have made no step yet"
+        yield f"{'an optimizer has' if program.idle_optimizers == 1 else 'optimizers have'} made no step yet"
     if has_unseen_batches(document):
         yield "batches differ in size, and those of later steps may need more"
 
