@@ -8,7 +8,7 @@ from memprof.findings.evidence import caller_key, file_and_line, format_shape, p
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.suggestions import list_fix_names, suggest
 from memprof.ledger.stage_amounts import OutOfMemoryMoment
-from memprof.ledger.stages import Span, format_stage
+from memprof.ledger.stages import Span, describe_name, format_stage
 from memprof.units import format_bytes
 
 DOES_NOT_FIT = "does-not-fit"
@@ -99,4 +99,5 @@ def _make_live_evidence(context: Context, oom: OutOfMemoryMoment) -> list[Eviden
 
 def stage_text(span: Span) -> str:
     """Return the stage and step of `span` as text: "layer 3 of step 1"."""
-    return format_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
+    name = "the inputs" if span.name == "inputs" else describe_name(span.name)
+    return format_stage(name, span.step, span.micro_batch)

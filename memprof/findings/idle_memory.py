@@ -34,7 +34,7 @@ from memprof.findings.idle_storages import (
 from memprof.findings.lifetimes import Saving
 from memprof.findings.waiting_models import WaitingModels, find_waiting_models
 from memprof.findings.weight_snapshots import find_cloned_weights, find_reread_snapshots, find_snapshots
-from memprof.ledger.stages import format_stage
+from memprof.ledger.stages import describe_name, format_stage
 from memprof.trace.events import NONE, ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
@@ -415,7 +415,9 @@ def _format_last_use(context: Context, event: int) -> str:
     else:
         kind, step, micro_batch = find_phase(context.phases, event)
         name = kind.value
-    return "" if name == PhaseKind.OTHER.value else f", last used in {format_stage(name, step, micro_batch)}"
+    if name == PhaseKind.OTHER.value:
+        return ""
+    return f", last used in {format_stage(describe_name(name), step, micro_batch)}"
 
 
 def _find_most(context: Context, frees: dict[int, int], measure: Callable[[int], int]) -> int:

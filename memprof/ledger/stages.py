@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +22,11 @@ _PHASE_STAGES = {
 }
 OWN_CODE = ("own code", "output", "other")  # stages of the program's own code, outside modules
 _EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
+_WORDS_BY_NAME = {
+    "parameters": "setup", "own code": "code between modules", "output": "code after the model",
+    "other": "code between stages",
+}  # fmt: skip
+_CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,16 @@ def _find_first_call(trace: Trace, begin: int) -> int:
 
 def _has_event(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
     return any(trace.events[time].kind in kinds for time in range(begin, end))
+
+
+def describe_name(name: str) -> str:
+    """Return a stage's name in plain words: "5 Sequential" becomes "module 5 (Sequential)"."""
+    prefix = _EVALUATION_PREFIX if name.startswith(_EVALUATION_PREFIX) else ""
+    plain_name = name.removeprefix(prefix)
+    if child := _CHILD.fullmatch(plain_name):
+        path, class_name = child.groups()
+        return f"{prefix}{'module ' * path.isdecimal()}{path} ({class_name})"
+    return prefix + _WORDS_BY_NAME.get(plain_name, plain_name)
 
 
 def format_stage(name: str, step: int, micro_batch: int = 0) -> str:

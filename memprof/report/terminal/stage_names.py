@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
-from memprof.ledger.stages import format_stage
+from memprof.ledger.stages import describe_name, format_stage
 from memprof.report.documents.report import Report
-
-_WORDS_BY_NAME = {
-    "parameters": "setup", "own code": "code between modules", "output": "code after the model",
-    "other": "code between stages",
-}  # fmt: skip
-_EVALUATION = "evaluation "
-_CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
-
-
-def describe_name(name: str) -> str:
-    """Return a stage's name in plain words: "5 Sequential" becomes "module 5 (Sequential)"."""
-    prefix = _EVALUATION if name.startswith(_EVALUATION) else ""
-    plain_name = name.removeprefix(prefix)
-    if child := _CHILD.fullmatch(plain_name):
-        path, class_name = child.groups()
-        return f"{prefix}{'module ' * path.isdecimal()}{path} ({class_name})"
-    return prefix + _WORDS_BY_NAME.get(plain_name, plain_name)
 
 
 def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, make_table
 from memprof.report.terminal.device_readings import describe_gpu_differences, find_gpu_columns
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.peak import choose_report_unit
-from memprof.report.terminal.stage_names import describe_name, describe_step
+from memprof.report.terminal.stage_names import describe_step
 from memprof.trace.events import short_source
 from memprof.units import MIB, format_bytes
 

@@ -3,9 +3,10 @@
 import pytest
 
 from memprof.flows.account import analyze
+from memprof.ledger.stages import describe_name
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
-from memprof.report.terminal.stage_names import describe_moment, describe_name, describe_step
+from memprof.report.terminal.stage_names import describe_moment, describe_step
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
