@@ -85,8 +85,9 @@ def _are_used_in_turn(context: Context, members: list[int]) -> bool:
     trace = context.ledger.trace
     if not trace.last_uses:
         return False
-    used = [trace.last_uses[index] for index in members]
-    steps = {find_phase(context.phases, time).step for time in used if time != NONE} - {0}
+    used, loaded = [trace.last_uses[index] for index in members], max(context.lifetimes.births[i] for i in members)
+    # A program without modules has used the first before its first step is seen.
+    steps = {find_phase(context.phases, time).step for time in used if time > loaded}
     return bool(steps) and 2 * (len(steps) + used.count(NONE)) > len(members)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from memprof.watch.collection import find_referrers
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
+from memprof.watch.program_code import is_program
 from memprof.watch.variables import HolderName, ProgramVariables, read_instance_attributes
 
 MAX_DEPTH = 10  # references from a named object to a tensor; each module on the way is one
@@ -85,7 +86,7 @@ def find_named_holders(
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, HolderName(f"{referrer.__name__}.{attribute}", None, referrer))
                 continue
-            if kind is types.FunctionType:
+            if kind is types.FunctionType and is_program(referrer.__code__):
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
                     if (
                         id(cell) in tensors_below
