@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memprof.findings.attention_scores import PRODUCTS, find_score_storages
+from memprof.findings.attention_scores import PRODUCTS, find_call_that_returns_scores, find_score_storages
 from memprof.findings.evidence import file_and_line, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
@@ -27,6 +27,11 @@ def propose(context: Context) -> Iterator[Proposal]:
     if all(_is_of_torch_module(trace, trace.storages[index]) for index in scores):
         how = f"need_weights=False in the call of nn.MultiheadAttention at {file_and_line(line)}, if the weights that"
         yield Proposal(changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention")
+    elif (call := find_call_that_returns_scores(context)) is not None:
+        is_of_library = line is not None and "/transformers/" in line.replace("\\", "/")
+        setting = "attentions (output_attentions=False)" if is_of_library else "attention weights"
+        how = f"return no {setting} at {file_and_line(trace.source_at(call.source))}, but take"
+        yield Proposal(changed, f"{how} scaled_dot_product_attention; a hook can keep the weights of one layer")
     elif line is not None and "/transformers/" not in line.replace("\\", "/"):
         # The fix switches models of transformers alone.
         yield Proposal(changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}")
