@@ -207,7 +207,7 @@ def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
     where something else is the cause."""
     is_in_pieces = any(one.is_decisive and one.id == "fragmentation" for one in document.findings[:1])
     return suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes or (
-        suggestion.fix == EXPANDABLE_SEGMENTS and not is_in_pieces
+        suggestion.fix == "expandable-segments" and not is_in_pieces
     )
 
 
