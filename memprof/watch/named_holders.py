@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
 
 from memprof.watch.collection import find_referrers
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
@@ -28,6 +29,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # dicts of a module
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_NAMELESS_TYPES = (BackwardHook,)  # objects of torch's own, whose attributes no program knows
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ def find_named_holders(
                 held |= parts
                 next_level[id(referrer)] = referrer
                 last_tensor_depth[id(referrer)] = depth + 1
-            if not issubclass(kind, _CONTAINERS):
+            if not issubclass(kind, (*_CONTAINERS, *_NAMELESS_TYPES)):
                 for attribute, value in _read_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, HolderName(f"{kind.__name__}.{attribute}", None, kind))
