@@ -45,6 +45,9 @@ NUM_EXTRA_STEPS = 6
 # number of events is reached first (1.5 s of CPU time); for programs that wait for data, the seconds are.
 MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS = 10_000, 15.0
 
+# A run of so many steps goes on to the program's end, if that comes after at most as many more: batches may get longer.
+MIN_STEPS_TO_FINISH = 8
+
 # While memory grows, it goes on up to these limits (half a minute of CPU time), to see it level off, or run out.
 MAX_GROWING_EVENTS, MAX_GROWING_SECONDS = 200_000, 300.0
 
@@ -62,7 +65,7 @@ class RunProgress:
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     seconds: float = 0.0  # since the end of the step at which the run could stop
     room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
-    nears_evaluation: Callable[[], bool] = bool  # whether the first evaluation may come after at most as many steps
+    nears_end: Callable[[], bool] = bool  # whether the end, or the first evaluation, may come in at most as many steps
 
     @property
     def growth_bytes(self) -> int:
@@ -97,7 +100,7 @@ class StopRule:
                 is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
                 return progress.num_events < max_events and progress.seconds < MAX_GROWING_SECONDS
-        return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_evaluation()
+        return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_end()
 
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:

@@ -255,8 +255,8 @@ def test_a_run_goes_on_while_that_is_cheap():
 
 @pytest.mark.parametrize("nears", [True, False])
 def test_a_run_goes_on_to_an_evaluation_that_is_near(nears):
-    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears)) == nears
-    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_evaluation=lambda: nears))
+    assert goes_on(RULE, RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears)) == nears
+    assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears))
 
 
 def test_a_run_goes_on_while_memory_grows():
