@@ -21,7 +21,7 @@ from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
 from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
 from memprof.script.own_code import has_evaluation, may_train
-from memprof.script.stop import MIN_STEPS_TO_FINISH, RunProgress, StopRun, allow_stop_from_threads
+from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads, is_near_end
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.serving.budget import EngineBudget
@@ -93,12 +93,10 @@ class _StopRecord:
             raise
 
     def _nears_end(self, completed: int, frame: FrameType) -> bool:
-        """Return whether the program's end, or its first evaluation, may come after at most as many steps; its end
-        counts from MIN_STEPS_TO_FINISH on, for fewer steps may be of any length."""
+        """Return whether the program's end, or its first evaluation, may come after at most as many steps."""
         position = find_position(completed, frame)
-        total = estimate_total_steps(self._positions, position) if completed >= MIN_STEPS_TO_FINISH else None
-        is_near = total is not None and total <= 2 * completed
-        return is_near or (self._awaits_evaluation(frame) and is_second_half(position))
+        total = estimate_total_steps(self._positions, position)
+        return is_near_end(completed, total) or (self._awaits_evaluation(frame) and is_second_half(position))
 
     def _awaits_evaluation(self, frame: FrameType) -> bool:
         """Return whether the program, which runs `frame`, has code that evaluates, and has called no model to do so."""

@@ -122,6 +122,12 @@ class StopRule:
             signal.signal(signal.SIGALRM, previous_handler)
 
 
+def is_near_end(completed: int, total: int | None) -> bool:
+    """Return whether a program of `total` training steps (None: unknown) has at most as many to go as it has made, of
+    which there are enough for what is left to be cheap."""
+    return total is not None and completed >= MIN_STEPS_TO_FINISH and total <= 2 * completed
+
+
 @contextlib.contextmanager
 def allow_stop_from_threads() -> Iterator[Callable[[], None]]:
     """Context manager: yield a function that stops the script from any thread, by a signal to the main thread."""

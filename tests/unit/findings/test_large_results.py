@@ -38,6 +38,7 @@ def evaluated(
         (PRODUCT | {"shape": (2048, 64)}, None),  # of a layer
         (PRODUCT | {"shape": (64, 4096)}, None),
         (PRODUCT | {"phase": PhaseKind.FORWARD}, None),
+        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2048 rows:"),
         (PRODUCT | {"path": "head"}, None),
         (IMAGE, "200 rows along dimension 1"),
         (IMAGE | {"shape": (2, 200, 512, 512)}, "2 rows:"),

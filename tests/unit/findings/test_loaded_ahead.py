@@ -61,6 +61,19 @@ def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, i
     assert bool(find(context)) is is_found
 
 
+@pytest.mark.parametrize(("is_used", "is_found"), [(True, True), (False, False)])
+def test_a_step_that_no_module_begins(is_used: bool, is_found: bool) -> None:
+    """What it uses is used before its first phase, the backward."""
+    b = TraceBuilder(PhaseKind.INPUTS)
+    loaded = [b.alloc(8 * MIB, line="train.py:8 main") for _ in range(8)]
+    used = len(b.trace.events) + 1
+    b.phase(PhaseKind.OTHER, 0)
+    b.alloc(MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.trace.last_uses = [used if is_used and index == loaded[3] else NONE for index in range(len(b.trace.storages))]
+    assert bool(find(b.context())) == is_found
+
+
 def train_on(
     num_tensors: int = 8, *, mib: int = 8, other_mib: int = 0, uses_all: bool = False, is_late: bool = False
 ) -> Context:

@@ -20,6 +20,7 @@ from memprof.script.stop import (
     NUM_EXTRA_STEPS,
     RunProgress,
     StopRun,
+    is_near_end,
 )
 
 
@@ -74,6 +75,14 @@ def test_a_command_that_a_package_has_installed(script, tmp_path, monkeypatch, c
     assert program.command == ["serve-model", "--port", "1"]
     with pytest.raises(UsageError, match="no such script"):
         Program("shell-script").check()
+
+
+@pytest.mark.parametrize(
+    ("completed", "total", "is_near"),
+    [(8, 16, True), (8, 17, False), (7, 14, False), (8, None, False)],
+)
+def test_a_run_goes_on_to_an_end_that_is_near(completed, total, is_near):
+    assert is_near_end(completed, total) == is_near
 
 
 @pytest.mark.parametrize(
