@@ -1,13 +1,20 @@
-"""How many stages the first screen of a report shows."""
+"""How many stages the first screen of a report shows, and what it says to do first."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.report.terminal.brief import _Fitting
+from memprof.findings import Finding, Severity, Suggestion
+from memprof.flows.account import analyze
+from memprof.report.terminal.brief import _Fitting, list_actions
 from memprof.report.terminal.console import to_text
+from memprof.trace.facts import DeviceFacts, Facts
+from memprof.units import MIB
+from tests.unit.traces import TraceBuilder
 
 
 @pytest.mark.parametrize(
@@ -24,3 +31,30 @@ def test_they_are_as_many_as_forty_lines_leave_room_for(num_others: int, num_sta
 def test_lines_are_those_of_a_hundred_columns() -> None:
     line = Text("two lines of sixty columns, and one of a hundred: " + "stage" * 4)
     assert to_text(_Fitting(lambda num: Group(*[line] * (num + 32))), 60).count("sixty") == 40
+
+
+def suggest(name: str, saved_mib: int, *, fix: str | None = None) -> Suggestion:
+    return Suggestion(name, fix, 0, True, saved_mib * MIB)
+
+
+@pytest.mark.parametrize(
+    ("suggestions", "order"),
+    [
+        ([suggest("exact", 20), suggest("generic", 80)], ["exact", "generic"]),
+        ([suggest("exact", 9), suggest("generic", 80)], ["generic", "exact"]),  # a tenth of the need
+        ([suggest("exact", 10), suggest("generic", 80)], ["exact", "generic"]),
+        ([suggest("expandable", 50, fix="expandable-segments"), suggest("other", 20)], ["other", "expandable"]),
+    ],
+)
+def test_suggestions_come_by_their_cost_unless_they_save_little(
+    suggestions: list[Suggestion], order: list[str]
+) -> None:
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 80 * MIB, usable_bytes=80 * MIB))
+    b.alloc(100 * MIB)
+    document = analyze(b.trace)
+    assert document.verdict.required_bytes == 100 * MIB
+    cut = Finding("other", Severity.WARNING, "", 0, (), (), suggestions=tuple(reversed(suggestions)))
+    whole = Finding("does-not-fit", Severity.ERROR, "", 0, (), (), suggestions=tuple(suggestions))
+    actions = list_actions(dataclasses.replace(document, findings=[cut, whole]), None)
+    assert [action.text for action in actions][: len(order)] == order
