@@ -40,7 +40,7 @@ def propose_repeated(context: Context) -> Iterator[Proposal]:
     modules = _find_repeated_modules(trace)
     if not modules or is_inference(trace) or list_layer_calls(trace):
         return
-    calls = _list_calls(trace, _list_spans(trace, PhaseKind.FORWARD, modules))
+    calls = make_layer_calls(trace, _list_spans(trace, PhaseKind.FORWARD, modules))
     changed = checkpoint_calls(context, calls)
     if changed is not None:
         first, module = calls[0], trace.modules[calls[0].module]
@@ -112,10 +112,11 @@ def checkpoint_calls(context: Context, calls: Sequence[LayerCall]) -> Trace | No
 
 def list_layer_calls(trace: Trace) -> list[LayerCall]:
     """Return the calls of layers in forward passes, in order, without those within another layer's call."""
-    return _list_calls(trace, _list_spans(trace, PhaseKind.FORWARD, _find_layers(trace)))
+    return make_layer_calls(trace, _list_spans(trace, PhaseKind.FORWARD, _find_layers(trace)))
 
 
-def _list_calls(trace: Trace, spans: Sequence[tuple[int, int, int]]) -> list[LayerCall]:
+def make_layer_calls(trace: Trace, spans: Sequence[tuple[int, int, int]]) -> list[LayerCall]:
+    """Return the calls with module, begin and end as in `spans`, with the events at which their backwards begin."""
     return [LayerCall(*span, backward) for span, backward in zip(spans, _list_backwards(trace, spans), strict=True)]
 
 

@@ -6,9 +6,18 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import attention_scores
-from memprof.findings.proposals import attention, checkpointing, long_input, messages, micro_batch, pairs, recurrence
+from memprof.findings.proposals import (
+    attention,
+    checkpointing,
+    long_input,
+    loops,
+    messages,
+    micro_batch,
+    pairs,
+    recurrence,
+)
 from memprof.findings.suggestions import Proposal
-from memprof.trace.events import Forward, PhaseKind, Role
+from memprof.trace.events import Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -129,6 +138,46 @@ def test_a_module_that_runs_again_and_again(num_calls: int, class_name: str, is_
     assert bool(found) == is_told
     for one in found:
         assert one.change.startswith("each of the 16 calls of `func` (Func, ode.py:4) under torch.utils.checkpoint")
+
+
+def erode(num_rounds: int, *, other_mib: int = 0, path: str | None = None) -> TraceBuilder:
+    """Two tensors of each round, of which the second is the next round's input."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    if path is not None:
+        b.enter(path)
+    b.new(4 * MIB, dtype="uint8", line="train.py:2 main")
+    for _ in range(num_rounds):
+        b.new(MIB, dtype="uint8", op="aten.neg", line="loss.py:4 erode")
+        b.new(MIB // 2, dtype="uint8", op="aten.max_pool2d_with_indices", line="loss.py:5 erode")
+    if other_mib:
+        b.alloc(other_mib * MIB)
+    b.trace.ended_out_of_memory = True
+    return b
+
+
+@pytest.mark.parametrize(
+    ("b", "is_told"),
+    [
+        (erode(16), True),
+        (erode(15), False),
+        (erode(16, path=""), False),  # of a module that is not the model itself: a layer may do as much
+        (erode(17, other_mib=70), True),  # 17 + 8 of 99.5
+        (erode(17, other_mib=72), False),  # of 101.5
+    ],
+)
+def test_a_loop_of_functions(b: TraceBuilder, is_told: bool) -> None:
+    found = list(loops.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "times at loss.py:4 under torch.utils.checkpoint, 4 rounds at a time" in one.change
+
+
+def test_what_the_program_keeps_itself_is_no_loop() -> None:
+    b = erode(16)
+    pooled = tuple(i for i, one in enumerate(b.trace.storages) if one.num_bytes == MIB)
+    b.trace.holders.append(Holder(0, "list", "kept", None, False, None, pooled, 0, 0, None))
+    (proposal,) = loops.propose(b.context())
+    assert "loss.py:5" in proposal.change
 
 
 @pytest.mark.parametrize(("other", "batch_size"), [((16, 12, 768), 16), ((16, 11, 768), None), ((192, 12), 192)])
