@@ -149,9 +149,10 @@ def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int], *, in_evalua
     if storage.module == NONE and shape[_find_axis(trace, storage)] > 1:
         if op in _BATCHED_PRODUCTS and len(shape) == 3 and shape[1] == shape[2] and shape[1] not in widths:
             return True
-        if (in_evaluation or is_inference(trace)) and (
-            op.startswith(_RESIZING) or (op in _PRODUCTS and widths.isdisjoint(shape))
-        ):
+        if (in_evaluation or is_inference(trace)) and op.startswith(_RESIZING):
+            return True
+        is_search = in_evaluation or (bool(trace.list_calls()) and is_inference(trace))
+        if is_search and op in _PRODUCTS and widths.isdisjoint(shape):
             return True
     if min(shape[:2]) < 2:
         return False
