@@ -65,6 +65,8 @@ def find(context: Context) -> list[Finding]:
     )
     place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
     fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"
+    if has_host_memory(context) and trace.op(trace.storages[members[0]]) == "torch.load":
+        fix = 'load it with map_location="cpu"'
     fixing = holder_fix_evidence(holder, fix)
     if fixing.source is None:
         source = trace.source_line(trace.storages[members[0]])

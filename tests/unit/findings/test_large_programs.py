@@ -7,6 +7,7 @@ import pytest
 
 from memprof.findings import attention_scores
 from memprof.findings.proposals import (
+    activations,
     attention,
     checkpointing,
     long_input,
@@ -206,3 +207,35 @@ def test_attentions_that_a_call_returns(num_layers: int, nodes: int, is_told: bo
     assert ("(output_attentions=False) at show.py:7" in proposal.change) == is_told
     (finding,) = attention_scores.find(context)
     assert ("the call at show.py:7 has no gradients" in finding.title) == is_told
+
+
+# -- activation functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ops", "name"),
+    [
+        (("sigmoid", "mul"), "silu"),
+        (("softplus", "tanh", "mul"), "mish"),
+        (("sigmoid", "add"), None),
+        (("tanh", "mul"), None),
+    ],
+)
+def test_a_function_that_torch_has(ops: tuple[str, ...], name: str | None) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    made = [b.new(64, 64, op=f"aten.{op}", line="act.py:4 forward") for op in ops]
+    found = list(activations.propose(b.context()))
+    assert [one.change.partition(" instead")[0] for one in found] == [f"torch.nn.functional.{name}"] * bool(name)
+    assert all(sizes(one, *made) == [0] * (len(ops) - 1) + [4 * 64 * 64] for one in found)
+
+
+@pytest.mark.parametrize("change", ["another line", "another shape", "freed"])
+def test_a_gate_is_another_function(change: str) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    gate = b.new(64, 64, op="aten.sigmoid", line="act.py:4 forward")
+    line = "act.py:5 forward" if change == "another line" else "act.py:4 forward"
+    b.new(64, 32 if change == "another shape" else 64, op="aten.mul", line=line)
+    if change == "freed":
+        b.free(gate)
+    b.alloc(MIB)
+    assert not list(activations.propose(b.context()))
