@@ -138,6 +138,12 @@ def find_call_at(trace: Trace, event: int) -> Forward | None:
     return next((call for call in trace.list_calls() if call.begin <= event <= call.end), None)
 
 
+def find_own_line(trace: Trace, index: int) -> str | None:
+    """Return the line of the program's own code that led to the allocation of a storage, of a library's else."""
+    callers = trace.list_callers(index)
+    return trace.source_at(callers[0].source) if callers else trace.source_line(trace.storages[index])
+
+
 def is_input(trace: Trace, index: int) -> bool:
     """Return whether the storage `index` is an input of a model."""
     return index in trace.owners and trace.owners[index].role is Role.INPUT
