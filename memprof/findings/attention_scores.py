@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 
 from memprof.findings import evidence
+from memprof.findings.evidence import find_call_at
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
 from memprof.ledger.categories import Category
-from memprof.trace.events import Storage, Trace
+from memprof.trace.events import Forward, Storage, Trace
 from memprof.units import GIB, format_bytes
 
 MIN_LENGTH = 256  # shorter sequences have small scores, and a length may equal a head dimension
 
 MIN_SHARE = 0.05  # of the peak; reported if scores and masks take more than this share, or MIN_BYTES
 MIN_BYTES = GIB
+
+MIN_LAYERS = 3  # whose scores a call keeps: those of one may still be in use where the next begins
 
 PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
@@ -43,6 +46,10 @@ def find(context: Context) -> list[Finding]:
         f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
         f"({bytes_text}; {evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
     )
+    call = find_call_that_returns_scores(context)
+    if call is not None:
+        line = evidence.file_and_line(trace.source_at(call.source))
+        title += f"; the call at {line} has no gradients, and keeps those of each layer to return them"
     at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
     count_text = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
@@ -61,6 +68,18 @@ def find(context: Context) -> list[Finding]:
         )
     fixes, num_bytes = list_fix_names(found), max_live.num_bytes
     return [Finding("attention-scores", Severity.WARNING, title, num_bytes, tuple(lines), fixes, suggestions=found)]
+
+
+def find_call_that_returns_scores(context: Context) -> Forward | None:
+    """Return the call without gradients that the peak is in, if scores of several layers are live there: nothing but
+    its result keeps them (`output_attentions=True`)."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    call = find_call_at(trace, context.ledger.peak_event)
+    if call is None or call.nodes:
+        return None
+    scores = [index for index, label in find_score_storages(context).items() if label == "scores"]
+    own = [index for index in lifetimes.at_peak.intersection(scores) if lifetimes.births[index] >= call.begin]
+    return call if len({trace.storages[index].module for index in own}) >= MIN_LAYERS else None
 
 
 @cache_per_context

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memprof.trace.events import CycleKind, Holder, Trace
+from memprof.trace.events import HOOK_KIND, CycleKind, Holder, Trace
 
 
 class EditKind(StrEnum):
@@ -62,7 +62,7 @@ def make_holder_edit(trace: Trace, holder: Holder | None, kind: EditKind | None)
     if holder.is_cycle:
         cycle_kind, attribute = CycleKind(holder.kind), holder.name.removeprefix("ctx.").partition(" ")[0]
         return Edit(_CYCLE_EDITS[cycle_kind], holder.source, attribute) if cycle_kind in _CYCLE_EDITS else None
-    if not holder.fills:
+    if not holder.fills or holder.kind == HOOK_KIND:
         return None
     if kind is None:
         is_number = all(not trace.storages[index].shape for index in holder.storages)

@@ -19,6 +19,7 @@ from memprof.findings.growth import (
     leak_evidence,
     make_key,
 )
+from memprof.findings.growth_until_peak import find_sum_of_calls
 from memprof.trace.events import Forward, Holder, Trace
 from memprof.units import format_bytes
 
@@ -87,6 +88,8 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
         ends = [forward.end - 1 for forward in longest if forward is not trace.failed_forward]  # it left nothing yet
         leaks = find_leaks(context, made[id(longest)], ends)
         groups = _select_reported_groups(by_holder(trace, leaks))
+        if None in groups and (holder := find_sum_of_calls(trace, ends)) is not None:
+            groups = {holder: [leak for group in groups.values() for leak in group]}
         keys = {leak.key for group in groups.values() for leak in group}
         growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
         result.append(_KeptGraphs(loops, saved, num_bytes, groups, frozenset(saved).union(growing)))

@@ -125,13 +125,23 @@ def find_call_between_steps(context: Context) -> Forward | None:
     """Return the call without gradients that the peak is in, if its model is trained, by calls with gradients, and none
     of these has begun since the last step of an optimizer: rendering, sampling, a rollout in training mode."""
     trace, peak = context.ledger.trace, context.ledger.peak_event
-    calls = trace.list_calls()
-    call = next((one for one in calls if one.begin <= peak <= one.end), None)
+    calls, call = trace.list_calls(), find_call_at(trace, peak)
     stepped = [time for time, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP and time <= peak]
     if call is None or call.nodes or not stepped:
         return None
     trained = [one.begin for one in calls if one.module == call.module and one.nodes]
     return call if trained and max(trained) < stepped[-1] else None
+
+
+def find_call_at(trace: Trace, event: int) -> Forward | None:
+    """Return the outermost call of a module that the event with this index is in; None if it is in none."""
+    return next((call for call in trace.list_calls() if call.begin <= event <= call.end), None)
+
+
+def find_own_line(trace: Trace, index: int) -> str | None:
+    """Return the line of the program's own code that led to the allocation of a storage, of a library's else."""
+    callers = trace.list_callers(index)
+    return trace.source_at(callers[0].source) if callers else trace.source_line(trace.storages[index])
 
 
 def is_input(trace: Trace, index: int) -> bool:

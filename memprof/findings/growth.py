@@ -24,7 +24,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import AUTOCAST_KIND, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, HOOK_KIND, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -331,6 +331,8 @@ def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
 
     A holder with a method `reset`, such as a metric, is to be emptied by it before anything else is changed.
     """
+    if holder is not None and holder.kind == HOOK_KIND:
+        fix = "remove each hook when its work is done (handle.remove()), or register one before the loop"
     if holder is not None and holder.has_reset:
         fix = f"call reset() at the end of each epoch, or {fix}"
     line = holder.source if holder is not None and holder.fills else None

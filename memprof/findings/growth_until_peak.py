@@ -80,7 +80,7 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
                     continue  # calls without inputs of their own compute with the results of others
                 # One backward frees all.
                 held = (one for one in holders if one is not None and _spans_calls(context, one, ends))
-                holders = {next(held, _find_sum_of_calls(trace, ends)): leaks}
+                holders = {next(held, find_sum_of_calls(trace, ends)): leaks}
             return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
     return None
 
@@ -126,7 +126,7 @@ def _spans_calls(context: Context, holder: Holder, ends: list[int]) -> bool:
     return not holder.kind or 2 * len(calls) > bisect.bisect_left(ends, holder.event)
 
 
-def _find_sum_of_calls(trace: Trace, ends: list[int]) -> Holder | None:
+def find_sum_of_calls(trace: Trace, ends: list[int]) -> Holder | None:
     """Return the variable whose graph has the most nodes, of those that were found after the last of the calls."""
     sums = [holder for holder in trace.holders if not holder.kind and holder.nodes and holder.event > ends[-1]]
     return max(sums, key=lambda holder: holder.nodes, default=None)

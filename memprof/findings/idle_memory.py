@@ -18,7 +18,7 @@ from memprof.findings.effect import (
 )
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
-from memprof.findings.evidence import file_and_line, format_shape, names_of, plural, tensor_evidence
+from memprof.findings.evidence import file_and_line, find_own_line, format_shape, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
 from memprof.findings.growth_until_peak import find_piled_up_storages, list_growth_holders
@@ -183,7 +183,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     if num_models > 1:
         each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
         if len({trace.owners[index].name for index in parameters}) == len(parameters):
-            source = _find_own_line(trace, parameters[-1])
+            source = find_own_line(trace, parameters[-1])
             place = "" if source is None else f" at {file_and_line(source)}"
             what = f"{num_models} sets of parameters added to one model one after another{place}, {each} each"
             fix = "remove each set from the model after its use (PEFT: model.delete_adapter(NAME))"
@@ -204,7 +204,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
 
 def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
     """Return the group of models that take turns."""
-    source = _find_own_line(trace, waiting.parameters[-1])
+    source = find_own_line(trace, waiting.parameters[-1])
     place = "" if source is None else f" made at {file_and_line(source)}"
     what = (
         f"{waiting.num_models} models alike{place} take turns: all but one wait there, with the gradients and the "
@@ -225,12 +225,6 @@ def _make_model_fix(holder: Holder | None) -> str:
     if holder is not None and holder.kind in _CONTAINERS:
         return f"remove each model from `{holder.name}` after its last use, or keep fewer there"
     return "delete the model and its optimizer, or move them to the host"
-
-
-def _find_own_line(trace: Trace, index: int) -> str | None:
-    """Return the line of the program's own code that led to the allocation of a storage, of a library's else."""
-    callers = trace.list_callers(index)
-    return trace.source_at(callers[0].source) if callers else trace.source_line(trace.storages[index])
 
 
 def _make_error_groups(trace: Trace) -> list[_Group]:
@@ -327,7 +321,7 @@ def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
 
 def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int]) -> _Group:
     """Return the group of copies of a state that one line has made, and `holder` keeps, if one was seen."""
-    line = _find_own_line(trace, storages[0])
+    line = find_own_line(trace, storages[0])
     by = f"made at {file_and_line(line)}" if holder is None else f"in {_format_holder(holder)}"
     fix = "keep this copy in host memory (.cpu() of each tensor) or in a file, until it is needed"
     return _Group(f"a copy of the model's state {by}", fix, line, storages, is_snapshot=True)

@@ -30,7 +30,8 @@ class _Batch(NamedTuple):
 
 @rule(58)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding; `num_bytes` is the peak minus that of all other steps. A workload's batches are its
+    """Return at most one finding; `num_bytes` is the peak minus that of all other steps.
+    It is decisive if memory has room for these. A workload's batches are its
     spec's, which it gives one shape, or the lengths of its options."""
     ledger, trace = context.ledger, context.ledger.trace
     if context.spec is not None:
@@ -55,7 +56,9 @@ def find(context: Context) -> list[Finding]:
         tensor_evidence(trace, found.usual, f"most steps: {format_shape(usual.shape)} {usual.dtype}"),
     ]
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
-    return [Finding("larger-batch", severity, title, saved_bytes, tuple(evidence), ())]
+    has_room = context.usable_bytes is not None and other_bytes <= context.usable_bytes
+    decides = has_room and not ledger.run.fits
+    return [Finding("larger-batch", severity, title, saved_bytes, tuple(evidence), (), is_decisive=decides)]
 
 
 def _iterate_larger(context: Context) -> Iterator[_Batch]:

@@ -65,6 +65,8 @@ def find(context: Context) -> list[Finding]:
     )
     place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
     fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"
+    if has_host_memory(context) and trace.op(trace.storages[members[0]]) == "torch.load":
+        fix = 'load it with map_location="cpu"'
     fixing = holder_fix_evidence(holder, fix)
     if fixing.source is None:
         source = trace.source_line(trace.storages[members[0]])
@@ -85,8 +87,9 @@ def _are_used_in_turn(context: Context, members: list[int]) -> bool:
     trace = context.ledger.trace
     if not trace.last_uses:
         return False
-    used = [trace.last_uses[index] for index in members]
-    steps = {find_phase(context.phases, time).step for time in used if time != NONE} - {0}
+    used, loaded = [trace.last_uses[index] for index in members], max(context.lifetimes.births[i] for i in members)
+    # A program without modules has used the first before its first step is seen.
+    steps = {find_phase(context.phases, time).step for time in used if time > loaded}
     return bool(steps) and 2 * (len(steps) + used.count(NONE)) > len(members)
 
 

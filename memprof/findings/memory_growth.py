@@ -14,6 +14,7 @@ from memprof.findings.effect import (
     effect_evidence,
     is_decisive,
 )
+from memprof.findings.evaluation_with_gradients import find_covered_storages as find_covered_storages_of_evaluation
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
@@ -221,6 +222,9 @@ def _make_finding_until_peak(
             needs = compute_needs_without(context, storages)
     if per_round < MIN_STEP_BYTES or (growth.unit == CALL and not is_decisive(context, needs)):
         return None
+    evaluated = find_covered_storages_of_evaluation(context).intersection(storages)
+    if growth.unit == CALL and 2 * context.lifetimes.sum_bytes(evaluated) > num_bytes:
+        return None  # no backward is to come
     evidence = [] if growth.unit == CALL and holder is None else [holder_evidence(holder)]
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None

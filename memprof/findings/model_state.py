@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, param_names, percent
+from memprof.findings.evidence import file_and_line, find_own_line, format_shape, param_names, percent
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.first_step import sum_missing
 from memprof.findings.optimizer_state import find_state
@@ -76,5 +76,7 @@ def _describe_largest_parameter(trace: Trace) -> str:
     num_bytes, total = trace.storages[largest].num_bytes, sum(trace.storages[index].num_bytes for index in indices)
     if num_bytes < LARGE_SHARE * total or len(indices) == 1:
         return ""
-    name, shape = param_names(trace)[largest], format_shape(trace.storages[largest].shape)
-    return f" ({percent(num_bytes, total)} of the parameters: `{name}` {shape})"
+    name, shape = param_names(trace)[largest], trace.storages[largest].shape
+    first = next(index for index, storage in enumerate(trace.storages) if storage.shape == shape)  # before it is moved
+    line = file_and_line(find_own_line(trace, first))
+    return f" ({percent(num_bytes, total)} of the parameters: `{name}` {format_shape(shape)}, made at {line})"

@@ -329,6 +329,7 @@ class CycleKind(enum.StrEnum):
 
 
 HANDLER_KIND = "except"  # `Holder.kind` of an `except` block; `name` is its function, `source` the line that it runs
+HOOK_KIND = "hook"  # that of hooks with one code on one module; `name` is their function, `source` registers them
 AUTOCAST_KIND = "autocast"  # that of an autocast block, which keeps copies of weights; `source` is its line
 
 

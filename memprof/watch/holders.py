@@ -15,14 +15,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from memprof.torch_private import autograd
-from memprof.trace.events import NONE, Holder
+from memprof.trace.events import HOOK_KIND, NONE, Holder
 from memprof.watch.collection import disable_garbage_collection
 from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import read_local_variables
 from memprof.watch.graph import collect_nodes
 from memprof.watch.named_holders import NamedHolder, find_named_holders
+from memprof.watch.piled_hooks import find_piled_hook, find_registering_line
 from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
@@ -246,7 +248,7 @@ class HolderSearch:
         elif holder_source is None:
             holder_source = self._find_assigning_line(name, storages, variables)
         nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
-        return Holder(
+        holder = Holder(
             event=len(self._recorder.trace.events),
             kind="" if isinstance(value, torch.Tensor) else "lru_cache" if is_cached else type(value).__name__,
             name=name.text,
@@ -262,6 +264,11 @@ class HolderSearch:
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
             held_bytes=self._sum_held_bytes(roots) if roots else None,
         )
+        hook = find_piled_hook(value) if isinstance(value, nn.Module) else None
+        if hook is None:
+            return holder
+        line = find_registering_line(hook, [*variables.codes, *variables.iterate_global_codes()])
+        return holder._replace(kind=HOOK_KIND, name=hook.co_qualname, source=line, fills=line is not None)
 
     def _find_assigning_line(self, name: HolderName, storages: set[int], variables: ProgramVariables) -> str | None:
         """Return the line that assigns to the variable or attribute `name`: of several the one that made `storages`, or

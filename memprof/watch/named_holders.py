@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
 
 from memprof.watch.collection import find_referrers
 from memprof.watch.frames import find_running_frame_ids, read_local_variables
+from memprof.watch.program_code import is_program
 from memprof.watch.variables import HolderName, ProgramVariables, read_instance_attributes
 
 MAX_DEPTH = 10  # references from a named object to a tensor; each module on the way is one
@@ -27,6 +29,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _REGISTRIES = ("_modules", "_parameters", "_buffers")  # dicts of a module
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _IGNORED_TYPES = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_NAMELESS_TYPES = (BackwardHook,)  # objects of torch's own, whose attributes no program knows
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ def find_named_holders(
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, HolderName(f"{referrer.__name__}.{attribute}", None, referrer))
                 continue
-            if kind is types.FunctionType:
+            if kind is types.FunctionType and is_program(referrer.__code__):
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
                     if (
                         id(cell) in tensors_below
@@ -116,7 +119,7 @@ def find_named_holders(
                 held |= parts
                 next_level[id(referrer)] = referrer
                 last_tensor_depth[id(referrer)] = depth + 1
-            if not issubclass(kind, _CONTAINERS):
+            if not issubclass(kind, (*_CONTAINERS, *_NAMELESS_TYPES)):
                 for attribute, value in _read_attributes(referrer).items():
                     if id(value) in tensors_below and not attribute.startswith("__"):
                         add_name(value, HolderName(f"{kind.__name__}.{attribute}", None, kind))

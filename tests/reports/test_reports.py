@@ -18,7 +18,16 @@ REPORTS = list_reports()
 KNOWN: dict[str, str] = {}
 
 
-BY_DAY = ("fms_fsdp_152", "functorch_1058", "minimize_39", "pinot_23", "pyg_459", "pytorch_2225")
+BY_DAY = (
+    "ffdnet_4",
+    "fms_fsdp_152",
+    "functorch_1058",
+    "minimize_39",
+    "pinot_23",
+    "pyg_459",
+    "pyg_5101",
+    "pytorch_2225",
+)
 
 
 @pytest.mark.parametrize("name", by_day(REPORTS, *BY_DAY))

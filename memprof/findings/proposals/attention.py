@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memprof.findings.attention_scores import PRODUCTS, find_score_storages
+from memprof.findings.attention_scores import PRODUCTS, find_call_that_returns_scores, find_score_storages
 from memprof.findings.evidence import file_and_line, param_names
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
@@ -29,6 +29,12 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(
             changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention", source=line
         )
+    elif (call := find_call_that_returns_scores(context)) is not None:
+        is_of_library = line is not None and "/transformers/" in line.replace("\\", "/")
+        setting = "attentions (output_attentions=False)" if is_of_library else "attention weights"
+        source = trace.source_at(call.source)
+        how = f"return no {setting} at {file_and_line(source)}, but take scaled_dot_product_attention"
+        yield Proposal(changed, f"{how}; a hook can keep the weights of one layer", source=source)
     elif line is not None and "/transformers/" not in line.replace("\\", "/"):
         # The fix switches models of transformers alone.
         yield Proposal(

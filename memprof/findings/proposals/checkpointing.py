@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from memprof.findings.evidence import file_and_line, is_inference
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
 from memprof.trace.events import NONE, Event, EventKind, ModuleRole, PhaseKind, Trace
+
+MIN_REPEATS = 16  # calls of one module in one call of a model: fewer are parts that share weights
 
 
 class LayerCall(NamedTuple):
@@ -28,6 +31,45 @@ def propose(context: Context) -> Iterator[Proposal]:
     changed = checkpoint_layers(context)
     if changed is not None:
         yield Proposal(changed)
+
+
+@proposes(61)
+def propose_repeated(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a model without layers that calls one module many times: the steps of a solver."""
+    trace = context.ledger.trace
+    modules = _find_repeated_modules(trace)
+    if not modules or is_inference(trace) or list_layer_calls(trace):
+        return
+    calls = make_layer_calls(trace, _list_spans(trace, PhaseKind.FORWARD, modules))
+    changed = checkpoint_calls(context, calls)
+    if changed is not None:
+        first, module = calls[0], trace.modules[calls[0].module]
+        num_calls = sum(call.module == first.module for call in calls)
+        made = (ref for kind, ref in trace.events[first.begin : first.end] if kind is EventKind.ALLOC)
+        line = next((line for ref in made if (line := trace.source_line(trace.storages[ref])) is not None), None)
+        change = (
+            f"each of the {num_calls} calls of `{module.path}` ({module.class_name}, {file_and_line(line)}) under "
+            "torch.utils.checkpoint, or a backward without their graph (of an ODE: odeint_adjoint)"
+        )
+        yield Proposal(changed, change)
+
+
+def _find_repeated_modules(trace: Trace) -> frozenset[int]:
+    """Return the modules that one outermost call in a forward calls MIN_REPEATS times; none that is a recurrent cell,
+    whose state is as large as what it saves."""
+    counts: Counter[int] = Counter()
+    found, depth = set[int](), 0
+    for event in trace.events:
+        if event.kind is EventKind.ENTER:
+            counts[event.ref] += depth > 0
+            depth += 1
+            if counts[event.ref] == MIN_REPEATS and not trace.modules[event.ref].class_name.endswith("Cell"):
+                found.add(event.ref)
+        elif event.kind is EventKind.EXIT:
+            depth = max(depth - 1, 0)
+            if not depth:
+                counts.clear()
+    return frozenset(found)
 
 
 @cache_per_context
@@ -70,8 +112,16 @@ def checkpoint_calls(context: Context, calls: Sequence[LayerCall]) -> Trace | No
 
 def list_layer_calls(trace: Trace) -> list[LayerCall]:
     """Return the calls of layers in forward passes, in order, without those within another layer's call."""
-    spans = _list_spans(trace, PhaseKind.FORWARD)
+    return make_layer_calls(trace, _list_spans(trace, PhaseKind.FORWARD, _find_layers(trace)))
+
+
+def make_layer_calls(trace: Trace, spans: Sequence[tuple[int, int, int]]) -> list[LayerCall]:
+    """Return the calls with module, begin and end as in `spans`, with the events at which their backwards begin."""
     return [LayerCall(*span, backward) for span, backward in zip(spans, _list_backwards(trace, spans), strict=True)]
+
+
+def _find_layers(trace: Trace) -> frozenset[int]:
+    return frozenset(index for index, module in enumerate(trace.modules) if module.role is ModuleRole.LAYER)
 
 
 def list_recomputed_calls(trace: Trace) -> list[LayerCall]:
@@ -82,7 +132,7 @@ def list_recomputed_calls(trace: Trace) -> list[LayerCall]:
     forwards: dict[int, list[LayerCall]] = defaultdict(list)
     for call in list_layer_calls(trace):
         forwards[call.module].append(call)
-    spans = _list_spans(trace, PhaseKind.BACKWARD)
+    spans = _list_spans(trace, PhaseKind.BACKWARD, _find_layers(trace))
     calls = []
     for span, backward in zip(spans, _list_backwards(trace, spans), strict=True):
         earlier = [call.backward for call in forwards[span[0]] if call.end <= span[1] < call.backward]
@@ -90,15 +140,15 @@ def list_recomputed_calls(trace: Trace) -> list[LayerCall]:
     return calls
 
 
-def _list_spans(trace: Trace, kind: PhaseKind) -> list[tuple[int, int, int]]:
-    """Return module, begin and end of each outermost call of a layer in phases of `kind`."""
+def _list_spans(trace: Trace, kind: PhaseKind, modules: frozenset[int]) -> list[tuple[int, int, int]]:
+    """Return module, begin and end of each call of one of `modules` in phases of `kind`, outside calls of others."""
     spans: list[tuple[int, int, int]] = []
     open_layer = begin = NONE
     is_in_phase = False
     for time, event in enumerate(trace.events):
         if event.kind is EventKind.PHASE:
             is_in_phase = trace.phases[event.ref].kind is kind
-        elif event.kind is EventKind.ENTER and open_layer == NONE and trace.modules[event.ref].role is ModuleRole.LAYER:
+        elif event.kind is EventKind.ENTER and open_layer == NONE and event.ref in modules:
             open_layer, begin = event.ref, time
         elif event.kind is EventKind.EXIT and event.ref == open_layer:
             if is_in_phase:

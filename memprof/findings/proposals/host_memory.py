@@ -64,7 +64,8 @@ def _may_be_data(trace: Trace, index: int) -> bool:
     storage, owner = trace.storages[index], trace.owners.get(index)
     is_own = storage.module == NONE and storage.source != NONE and not storage.hidden
     is_input = owner is None or owner.role is Role.INPUT
-    is_long = bool(storage.shape) and storage.shape[0] >= MIN_ROWS
+    is_matrix = len(storage.shape) == 2 and storage.shape[0] == storage.shape[1]  # of all rows with all
+    is_long = bool(storage.shape) and storage.shape[0] >= MIN_ROWS and not is_matrix
     return is_own and is_input and is_long and trace.phases[storage.phase].kind in _PHASES
 
 

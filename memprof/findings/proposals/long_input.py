@@ -14,16 +14,16 @@ MIN_LENGTH = 1024  # of a dimension, so that a size of the model is not taken fo
 
 MIN_PART = 64  # elements along the dimension, in a part
 
-MAX_STRIDE = 16  # a layer's results have at least this fraction of the input's length
+MAX_STRIDE = 16  # a layer's results have at least this fraction of the input's length, and at most as many times it
 
 _TOLERANCE = 0.001  # of the length: the edges of convolutions
 
 _PHASES = (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
 
 
-@proposes(105)
+@proposes(65)
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change if half of the peak is of tensors as long as the only input, or as a fraction of it.
+    """Yield the change if half of the peak is of tensors as long as the only input, a fraction or a multiple of it.
 
     With a batch, fewer samples at a time are the better change. In training, parts would be other samples.
     """
@@ -46,12 +46,13 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 
 def _is_along(trace: Trace, index: int, length: int) -> bool:
-    """Return whether the storage is made in a forward pass, with a dimension of `length` or a fraction of it."""
+    """Return whether the storage is made in a forward pass, with a dimension of `length`, a fraction or a multiple of
+    it."""
     storage = trace.storages[index]
     if storage.hidden or index in trace.owners or trace.phases[storage.phase].kind not in _PHASES:
         return False
     return any(
-        size >= MIN_LENGTH and (stride := round(length / size)) <= MAX_STRIDE
-        and abs(size * stride - length) <= _TOLERANCE * length
+        (times := max(length, size) / min(length, size)) < MAX_STRIDE + 0.5 and size >= MIN_LENGTH
+        and abs(times - round(times)) <= _TOLERANCE * round(times)
         for size in storage.shape
     )  # fmt: skip

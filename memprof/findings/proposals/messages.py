@@ -1,4 +1,4 @@
-"""Proposes a sparse product where a graph convolution makes a row of features for each edge of its graph."""
+"""Proposes sparse matrices for graphs: for a row of features for each edge, and for a dense matrix of all nodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from memprof.findings.evidence import file_and_line, format_shape
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import Trace
+from memprof.trace.events import PhaseKind, Trace
 
 _GATHERS = {"aten.index", "aten.index_select", "aten.gather", "aten.embedding"}
+
+MIN_NODES = 1024  # of a dense matrix, so that a size of the model is not taken for the number of nodes
+
 _INDEX_BYTES, _VALUE_BYTES = 16, 4  # of an edge in a sparse matrix: its row and column, and its weight
 
 
@@ -40,6 +43,30 @@ def propose(context: Context) -> Iterator[Proposal]:
         f"{change}, if each is a row of features times a weight",
         source=trace.source_line(largest),
     )
+
+
+@proposes(52)
+def propose_adjacency(context: Context) -> Iterator[Proposal]:
+    """Yield the change if a dense matrix [nodes x nodes] is the largest tensor at the peak, beside the indices of the
+    graph's edges, which take less: the matrices of this shape have an element for each edge."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    largest = lifetimes.find_largest_at_peak()
+    storage = trace.storages[largest]
+    shape, num_edges = storage.shape, max(_list_edge_counts(trace, lifetimes.at_peak), default=0)
+    sparse_bytes = num_edges * (_INDEX_BYTES + _VALUE_BYTES)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < MIN_NODES or largest in trace.owners:
+        return
+    if not num_edges or sparse_bytes >= storage.num_bytes:
+        return
+    alike = [index for index, one in enumerate(trace.storages) if one.shape == shape and index not in trace.owners]
+    first = trace.storages[alike[0]]
+    if trace.phases[first.phase].kind is PhaseKind.BACKWARD:  # of a sparse product, as a dense gradient
+        return
+    change = (
+        f"a sparse matrix of the graph's {num_edges:,} edges (torch.sparse_coo_tensor, torch.sparse.mm; degrees by "
+        f"bincount) instead of a dense one: {format_shape(shape)} at {file_and_line(trace.source_line(first))}"
+    )
+    yield Proposal(resize(trace, dict.fromkeys(alike, sparse_bytes)), change)
 
 
 def _list_edge_counts(trace: Trace, storages: frozenset[int]) -> set[int]:

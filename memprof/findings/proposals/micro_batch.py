@@ -45,7 +45,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     if context.spec is None and (
         is_inference(trace) or is_peak_in_evaluation(context) or find_call_between_steps(context)
     ):
-        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}")
+        beams = ", or fewer beams" * any(shape[0] > batch_size for shape in _list_input_shapes(context))
+        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}{beams}")
     elif _normalizes_batches(trace):
         normalized = f"batch normalization then sees these {rows} alone"
         yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
@@ -66,7 +67,9 @@ def find_batch_size(context: Context) -> int | None:
     """Return the number of samples: the first dimension of the model's inputs at the peak; None: 1, or not known."""
     if context.spec is not None:
         return context.spec.batch_size if context.spec.batch_size > 1 else None
-    sizes = {shape[0] for shape in _list_input_shapes(context)}
+    shapes = _list_input_shapes(context)
+    merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2}  # samples and their beams, as rows
+    sizes = {shape[0] for shape in shapes} - merged
     return sizes.pop() if len(sizes) == 1 else None
 
 

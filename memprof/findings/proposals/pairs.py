@@ -27,6 +27,9 @@ _BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
 _BATCHED_PRODUCTS = {"aten.bmm", "aten.baddbmm"}
 _RESIZING = "aten.upsample_"
+_ONE_HOT = "aten.zeros"  # of torch.nn.functional.one_hot
+
+MIN_IMAGE_DIMS = 4  # of a one_hot: [batch, height, width, classes], of which a loss needs one class at a time
 
 
 class Chunks(NamedTuple):
@@ -50,10 +53,14 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
     checkpointed = ", each under torch.utils.checkpoint if it needs gradients" if is_checkpointed else ""
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
-    is_one_hot = trace.op(storage) == "aten.zeros"
-    lookup = "a lookup (F.embedding) if this one_hot is multiplied by a matrix, else " * is_one_hot
     along = f" along dimension {chunks.axis}" if chunks.axis else ""
-    change = f"{lookup}in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
+    change = f"in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
+    if trace.op(storage) == _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
+        change = f"one class at a time (target == c) instead of this one_hot of all classes, or {change}"
+    elif trace.op(storage) == _ONE_HOT:
+        change = f"a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
+    elif _has_scores_of_classes(trace, storage):
+        change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
     place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
 
@@ -81,9 +88,25 @@ def find_chunks(context: Context) -> Chunks | None:
 
 
 def _find_axis(trace: Trace, storage: Storage) -> int:
-    """Return the dimension of the rows: the first, or the second of a batched product or of an image made larger."""
+    """Return the dimension of the rows: the first, or the second of a batched product. Of one sample it is the second
+    of an image made larger, the third if that has scores of classes, and the first of several rows of a one_hot."""
     op = trace.op(storage)
-    return 1 if op in _BATCHED_PRODUCTS or (op.startswith(_RESIZING) and storage.shape[0] == 1) else 0
+    if op in _BATCHED_PRODUCTS:
+        return 1
+    if storage.shape[0] == 1 and op.startswith(_RESIZING):
+        return 2 if _has_scores_of_classes(trace, storage) else 1
+    if storage.shape[0] == 1 and op == _ONE_HOT:
+        return next((axis for axis, size in enumerate(storage.shape[:-1]) if size > 1), 0)
+    return 0
+
+
+def _has_scores_of_classes(trace: Trace, storage: Storage) -> bool:
+    """Return whether `storage` is an image made larger, with a channel for each output of a convolution: of a softmax
+    over these, all are needed for each pixel."""
+    if not trace.op(storage).startswith(_RESIZING):
+        return False
+    shapes = (trace.storages[index].shape for index in param_names(trace))
+    return any(len(shape) >= MIN_IMAGE_DIMS and shape[0] == storage.shape[1] for shape in shapes)
 
 
 def _find_pairs(context: Context) -> tuple[int, int] | None:
@@ -104,11 +127,12 @@ def _find_pairs(context: Context) -> tuple[int, int] | None:
             storage = trace.storages[index]
             num_elements = math.prod(storage.shape)
             is_large = storage.num_bytes >= min_bytes and time not in chunked
-            if is_large and (
-                _may_be_pairs(trace, storage, widths, in_evaluation=in_evaluation) or _is_one_hot(trace, storage, live)
-            ):
-                # Stacked tensors may all be there.
+            is_one_hot = is_large and _is_one_hot(trace, storage, live)
+            if is_one_hot or (is_large and _may_be_pairs(trace, storage, widths, in_evaluation=in_evaluation)):
+                # Stacked tensors may all be there; a one_hot is made of the indices alone.
                 num_inputs = (sum if trace.op(storage) == "aten.stack" else max)([0, *live.values()])
+                if is_one_hot:
+                    num_inputs = num_elements // storage.shape[-1]
                 if num_elements > max(num_inputs, 0 if best is None else math.prod(trace.storages[best[0]].shape)):
                     best = index, num_inputs
             live[index] = num_elements
@@ -125,9 +149,10 @@ def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int], *, in_evalua
     if storage.module == NONE and shape[_find_axis(trace, storage)] > 1:
         if op in _BATCHED_PRODUCTS and len(shape) == 3 and shape[1] == shape[2] and shape[1] not in widths:
             return True
-        if in_evaluation and op in _PRODUCTS and widths.isdisjoint(shape):
-            return True
         if (in_evaluation or is_inference(trace)) and op.startswith(_RESIZING):
+            return True
+        is_search = in_evaluation or (bool(trace.list_calls()) and is_inference(trace))
+        if is_search and op in _PRODUCTS and widths.isdisjoint(shape):
             return True
     if min(shape[:2]) < 2:
         return False
@@ -139,7 +164,7 @@ def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int], *, in_evalua
 
 def _is_one_hot(trace: Trace, storage: Storage, live: Iterable[int]) -> bool:
     """Return whether `storage` has a number for each class of each index in one of the `live` storages."""
-    if trace.op(storage) != "aten.zeros" or storage.dtype != "int64" or len(storage.shape) < 2:
+    if trace.op(storage) != _ONE_HOT or storage.dtype != "int64" or len(storage.shape) < 2:
         return False
     inputs = (trace.storages[index] for index in live)
     return any(one.dtype == "int64" and one.shape == storage.shape[:-1] for one in inputs)

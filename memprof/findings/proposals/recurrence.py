@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context
+from memprof.findings.proposals.batches import resize_rows
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import EventKind, Forward, Trace
@@ -14,6 +15,10 @@ from memprof.trace.events import EventKind, Forward, Trace
 MIN_CALLS = 64  # of a cell in one call of the model; fewer are layers that share weights, rather than a sequence
 
 NUM_WINDOWS = 8  # into which the calls are divided: torch's word language model has 35 calls in one
+
+MIN_STEPS = 512  # of a sequence: shorter ones are sentences, which a backward goes through as a whole
+
+_RNN = "aten._cudnn_rnn"
 
 _CELL = "Cell"  # how the classes of torch.nn end (LSTMCell, GRUCell, RNNCell), and those of programs
 
@@ -46,6 +51,31 @@ def propose(context: Context) -> Iterator[Proposal]:
             f"the {num_calls:,} calls of `{trace.modules[module].path}` at {_format_line(trace, module)} (gradients "
             "end there)",
         )
+
+
+@proposes(59)
+def propose_windows(context: Context) -> Iterator[Proposal]:
+    """Yield the same for the longest sequence that torch's own nn.LSTM, nn.GRU or nn.RNN is trained on: what the call
+    saves, and what has a row for each of its steps, is that of a window."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    made = [index for index, one in enumerate(trace.storages) if trace.op(one) == _RNN and index not in trace.owners]
+    outputs = [trace.storages[index] for index in made if len(trace.storages[index].shape) == 3]
+    longest = max(outputs, key=lambda one: one.shape[0], default=None)
+    saved = [index for index in made if trace.storages[index].dtype == "uint8" and not trace.storages[index].hidden]
+    if longest is None or longest.shape[0] < MIN_STEPS or lifetimes.at_peak.isdisjoint(saved):
+        return
+    num_steps = longest.shape[0]
+    along = {
+        index
+        for index, one in enumerate(trace.storages)
+        if index not in trace.owners and not one.hidden and num_steps in one.shape[:2]
+    }
+    size = -(-num_steps // NUM_WINDOWS)
+    change = (
+        f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of the "
+        f"{num_steps:,} steps at {file_and_line(trace.source_line(longest))} (gradients end there)"
+    )
+    yield Proposal(resize_rows(trace, along.union(made), size, num_steps), change)
 
 
 def _find_longest_loop(trace: Trace, forward: Forward) -> list[int]:

@@ -39,6 +39,7 @@ from memprof.units import format_bytes
 
 MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
+MIN_SAVED_SHARE = 0.1  # of what the run needs: suggestions that save less come last, however little they cost
 MAX_TENSORS = 3
 MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
 MAX_STAGES, MIN_STAGES = 8, 2  # as many rows as MAX_LINES leaves
@@ -196,10 +197,11 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
     is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
     if not (is_solved or document.ladder):
-        suggestions = {s.text: s for finding in document.findings for s in finding.suggestions}.values()
+        ranked = sorted(document.findings, key=lambda finding: finding.id != "does-not-fit")  # it has all, best first
+        suggestions = {s.text: s for finding in ranked for s in finding.suggestions}.values()
         # Those that do not fit are of use only where none does: together with others they may.
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
-        best = sorted(fitting or suggestions, key=lambda suggestion: suggestion.required_bytes)
+        best = sorted(fitting or suggestions, key=lambda suggestion: _is_marginal(document, suggestion))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
@@ -207,6 +209,15 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     if next_step and not (actions and next_step in HELP_STEPS):
         actions.append(Action(*next_step, command=True))
     return actions
+
+
+def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
+    """Return whether a suggestion comes after others, however little it costs: it saves little, or makes room of pieces
+    where something else is the cause."""
+    is_in_pieces = any(one.is_decisive and one.id == "fragmentation" for one in document.findings[:1])
+    return suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes or (
+        suggestion.fix == "expandable-segments" and not is_in_pieces
+    )
 
 
 def _describe_suggestion(suggestion: Suggestion) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memprof.findings.proposals import pairs
-from memprof.trace.events import PhaseKind
+from memprof.trace.events import NONE, Forward, PhaseKind
 from tests.unit.traces import TraceBuilder
 
 PRODUCT: dict[str, Any] = {"shape": (2048, 4096), "op": "aten.mm"}
@@ -24,6 +24,10 @@ def evaluated(
         b.phase(PhaseKind.FORWARD)
         b.phase(PhaseKind.BACKWARD)
     b.phase(phase)
+    if not trains:
+        b.enter("", "Encoder")
+        b.leave()
+        b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=()))
     b.new(512, 8, op="aten.randn")
     if path:
         b.enter(path)
@@ -38,6 +42,7 @@ def evaluated(
         (PRODUCT | {"shape": (2048, 64)}, None),  # of a layer
         (PRODUCT | {"shape": (64, 4096)}, None),
         (PRODUCT | {"phase": PhaseKind.FORWARD}, None),
+        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2048 rows:"),
         (PRODUCT | {"path": "head"}, None),
         (IMAGE, "200 rows along dimension 1"),
         (IMAGE | {"shape": (2, 200, 512, 512)}, "2 rows:"),

@@ -46,6 +46,12 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     assert finding.evidence[0].text.startswith("fix at x/train.py:4: ") and finding.evidence[0].source == LINE
 
 
+@pytest.mark.parametrize(("usable_mib", "decides"), [(80, True), (79, False), (400, False)])
+def test_it_decides_where_the_other_steps_fit(usable_mib: int, *, decides: bool) -> None:
+    finding = found(steps([20, 20, 120, 20]), usable_mib * MIB)
+    assert finding is not None and finding.is_decisive is decides
+
+
 def test_where_the_run_fits_it_is_a_note() -> None:
     finding = found(steps([20, 20, 120, 20]), 400 * MIB)
     assert finding is not None and finding.severity is Severity.NOTE

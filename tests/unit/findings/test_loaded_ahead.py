@@ -61,6 +61,31 @@ def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, i
     assert bool(find(context)) is is_found
 
 
+@pytest.mark.parametrize(
+    ("op", "fix"), [("torch.load", 'load it with map_location="cpu"'), ("aten.randn", "keep data")]
+)
+def test_what_is_loaded_from_files_is_loaded_elsewhere(op: str, fix: str) -> None:
+    b = TraceBuilder()
+    for _ in range(8):
+        b.alloc(MIB, op=op, line="average.py:8 main")
+    b.trace.ended_out_of_memory = True
+    (finding,) = find(b.context())
+    assert finding.evidence[0].text.startswith(f"fix at average.py:8: {fix}")
+
+
+@pytest.mark.parametrize(("is_used", "is_found"), [(True, True), (False, False)])
+def test_a_step_that_no_module_begins(is_used: bool, is_found: bool) -> None:
+    """What it uses is used before its first phase, the backward."""
+    b = TraceBuilder(PhaseKind.INPUTS)
+    loaded = [b.alloc(8 * MIB, line="train.py:8 main") for _ in range(8)]
+    used = len(b.trace.events) + 1
+    b.phase(PhaseKind.OTHER, 0)
+    b.alloc(MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.trace.last_uses = [used if is_used and index == loaded[3] else NONE for index in range(len(b.trace.storages))]
+    assert bool(find(b.context())) == is_found
+
+
 def train_on(
     num_tensors: int = 8, *, mib: int = 8, other_mib: int = 0, uses_all: bool = False, is_late: bool = False
 ) -> Context:

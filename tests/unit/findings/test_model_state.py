@@ -38,7 +38,7 @@ def test_parameters_gradients_and_state(usable_mib: int, is_cause: bool, num_sta
 @pytest.mark.parametrize(("rows", "is_named"), [((50, 50), True), ((49, 26, 25), False), ((100,), False)])
 def test_a_parameter_that_is_half_of_all_is_named(rows: tuple[int, ...], is_named: bool) -> None:
     (finding,) = found(training(*rows), 300)
-    share = "50% of the parameters: `layer.0.weight` [50 x 262144]"
+    share = "50% of the parameters: `layer.0.weight` [50 x 262144], made at model.py:1"
     assert finding.title == (
         f"Parameters, gradients and optimizer state alone take at least 400.00 MiB{f' ({share})' * is_named}: "
         "more than the 300.00 MiB that the GPU has for them"

@@ -1,19 +1,21 @@
-"""Which stages the first screen of a report shows, and how many."""
+"""Which stages the first screen of a report shows, and how many; and what it says to do first."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.findings import Finding, Severity, Suggestion
 from memprof.flows.account import analyze
-from memprof.report.terminal.brief import _Fitting, render
+from memprof.report.terminal.brief import _Fitting, list_actions, render
 from memprof.report.terminal.console import to_text
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
+from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
-
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,30 @@ def test_one_stage_alone_is_no_table() -> None:
     b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
     b.parameter("weight", MIB)
     assert "at its end" not in to_text(render(analyze(b.trace)))
+
+
+def suggest(name: str, saved_mib: int, *, fix: str | None = None) -> Suggestion:
+    return Suggestion(name, fix, 0, True, saved_mib * MIB)
+
+
+@pytest.mark.parametrize(
+    ("suggestions", "order"),
+    [
+        ([suggest("exact", 20), suggest("generic", 80)], ["exact", "generic"]),
+        ([suggest("exact", 9), suggest("generic", 80)], ["generic", "exact"]),  # a tenth of the need
+        ([suggest("exact", 10), suggest("generic", 80)], ["exact", "generic"]),
+        ([suggest("expandable", 50, fix="expandable-segments"), suggest("other", 20)], ["other", "expandable"]),
+    ],
+)
+def test_suggestions_come_by_their_cost_unless_they_save_little(
+    suggestions: list[Suggestion], order: list[str]
+) -> None:
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 80 * MIB, usable_bytes=80 * MIB))
+    b.alloc(100 * MIB)
+    document = analyze(b.trace)
+    assert document.verdict.required_bytes == 100 * MIB
+    cut = Finding("other", Severity.WARNING, "", 0, (), (), suggestions=tuple(reversed(suggestions)))
+    whole = Finding("does-not-fit", Severity.ERROR, "", 0, (), (), suggestions=tuple(suggestions))
+    actions = list_actions(dataclasses.replace(document, findings=[cut, whole]), None)
+    assert [action.text for action in actions][: len(order)] == order
