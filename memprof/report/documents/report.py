@@ -185,6 +185,11 @@ class Report(DisplayedDocument):
         return self.verdict.fits and not self.paged_bytes
 
     @property
+    def pages(self) -> bool:
+        """Return whether a run fits, and some of the memory that GPU and host share pages."""
+        return bool(self.verdict.fits and self.paged_bytes)
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the run was measured on a CPU, which has no CUDA context and no caching allocator."""
         is_old_report = self.model_state is None  # these have no bridge either
