@@ -210,7 +210,8 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
     assert len(commands) > 30
     small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2"}
     ran = set()
-    for command in list(commands)[:: 1 if at_night() else 5]:
+    by_day = [command for command in commands if not command.startswith("memprof run ")][::5]  # in a new process each
+    for command in commands if at_night() else by_day:
         on_any_gpu = re.sub(r" --gpu-vram \S+", "", command)
         words = shlex.split(on_any_gpu.replace("SNAPSHOT", "run.memprof"))[1:]
         if words[0] == "profile":
