@@ -72,7 +72,7 @@ _OPTIONAL: dict[type, tuple[str, ...]] = {
     Bridge: ("nccl_group_bytes",),
     RankFacts: _RANK_OPTIONAL,
     DeviceFacts: ("backend", "unified_bytes", "has_bfloat16"),
-    Verdict: ("paged_bytes",),
+    Verdict: ("paged_bytes", "max_buffer_bytes"),
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
 }
 """Fields that are left out where there is nothing to say."""

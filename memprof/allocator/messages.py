@@ -40,6 +40,7 @@ class OomReport:
     process_bytes: int | None = None  # what NVML shows for this process
     device: int = 0
     backend: str = "cuda"  # "cuda", "hip", "xpu" or "mps"
+    max_buffer_bytes: int | None = None  # of "mps": the length of Metal's buffers that the request reaches
 
     def add_process_bytes(self, context_bytes: int) -> OomReport:
         """Return the report with `process_bytes`, as NVML shows it: the CUDA context plus reserved memory."""
@@ -80,6 +81,8 @@ class OomReport:
     def _format_mps_message(self) -> str:
         """Return the message of `alloc_buffer_block` (aten/src/ATen/mps/MPSAllocator.mm), of a process in which only
         torch uses Metal. Without a limit there is no error."""
+        if self.max_buffer_bytes is not None:
+            return f"Invalid buffer size: {format_size(self.requested_bytes)}"
         return (
             f"MPS backend out of memory (MPS allocated: {format_size(self.reserved_bytes)}, other allocations: "
             f"{format_size(0)}, max allowed: {format_size(self.allowed_bytes or 0)}). Tried to allocate "

@@ -25,6 +25,12 @@ PAGE = 16_384  # vm_page_size of Apple silicon: available memory of a heap is co
 SMALL_ALLOC = MIB  # kMaxSmallAlloc: buffers up to this size come from the small pool
 MIN_LARGE_ALLOC = 10 * MIB  # kMinLargeAlloc
 ROUND_LARGE = 2 * MIB  # kRoundLarge
+# MTLDevice.maxBufferLength as a share of the working set that Metal recommends, where both are known: 8 of 10.67 GiB
+# (M1 with 16 GB, macOS 13), 54 of 72 GiB (M2 Max with 96 GB; github.com/ggml-org/llama.cpp, issue 3213), 28.08 of 37.44
+# GiB (M4 Pro with 48 GB), 156 of 208 GiB (M3 Ultra with 256 GB), the last two with later releases of macOS. With 8, 32
+# and 64 GB it is 4, 16 and 36 GiB (llama.cpp, pull request 1706 and issue 1815; gfx-rs/wgpu, pull request 2502).
+# Apple's documentation says 256 MB at least.
+_MAX_BUFFER_SHARE = 3 / 4
 SMALL_HEAP, LARGE_HEAP, XLARGE_HEAP = 8 * MIB, 32 * MIB, 1024 * MIB  # kSmallHeap, kLargeHeap, kXLargeHeap
 
 
@@ -47,6 +53,7 @@ class MpsAllocator:
         self.pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.heaps: dict[StreamPool, list[Segment]] = {}
         self._next_address = XLARGE_HEAP
+        self.max_buffer_bytes = None if total_bytes is None else compute_max_buffer_bytes(total_bytes)
         self.change_config(AllocatorConfig() if config is None else config)
 
     def change_config(self, config: AllocatorConfig) -> None:
@@ -56,8 +63,8 @@ class MpsAllocator:
         self.pressure_bytes = _compute_limit(config.mps_low_watermark_ratio, self.total_bytes)
 
     def lift_limit(self) -> None:
-        """Remove the high watermark; memory is still under pressure above the low one."""
-        self.allowed_bytes = None
+        """Remove the high watermark and the limit of a buffer; memory is still under pressure above the low one."""
+        self.allowed_bytes = self.max_buffer_bytes = None
 
     @property
     def counters(self) -> Counters:
@@ -68,8 +75,10 @@ class MpsAllocator:
 
     def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
         """Return a buffer of at least `num_bytes` (`alloc_buffer_block`). Raises OutOfMemory: the high watermark is
-        reached, even after cached buffers were released."""
+        reached, even after cached buffers were released, or no buffer can be so long."""
         size = round_up(num_bytes, MPS_ALIGNMENT)
+        if self.max_buffer_bytes is not None and num_bytes >= self.max_buffer_bytes:
+            raise OutOfMemory(self._build_report(num_bytes, size, self.max_buffer_bytes), self.release)
         size_class = self.pool.small if size <= SMALL_ALLOC else self.pool.large
         owner = size_class.get_stream_pool(0)
         has_pressure = (
@@ -150,7 +159,7 @@ class MpsAllocator:
         block.free = False
         return block
 
-    def _build_report(self, requested_bytes: int, size: int) -> OomReport:
+    def _build_report(self, requested_bytes: int, size: int, max_buffer_bytes: int | None = None) -> OomReport:
         counters = self.counters
         return OomReport(
             requested_bytes=requested_bytes,
@@ -161,6 +170,7 @@ class MpsAllocator:
             reserved_bytes=counters.reserved_bytes,
             allowed_bytes=self.allowed_bytes,
             backend=self.backend,
+            max_buffer_bytes=max_buffer_bytes,
         )
 
     # -- heaps -----------------------------------------------------------------------------------------------------
@@ -257,6 +267,11 @@ class MpsAllocator:
     def segments(self) -> list[SnapshotSegment]:
         """Return heaps, and their buffers and free ranges, by address."""
         return build_layout(heap for heaps in self.heaps.values() for heap in heaps)
+
+
+def compute_max_buffer_bytes(working_set_bytes: int) -> int:
+    """Return the length in bytes from which Metal has no buffers, of a GPU with this recommended working set."""
+    return round_up(int(_MAX_BUFFER_SHARE * working_set_bytes), PAGE)
 
 
 def compute_heap_size(size: int, has_pressure: bool = False) -> int:

@@ -118,6 +118,7 @@ def compute_memory_needs(
         limit = gpu.compute_limit(config)
         # Of a fraction each request must fit in whole, though a part of an expandable segment may be mapped already.
         fits = required <= limit and not (config.expandable_segments and config.per_process_memory_fraction < 1)
+        fits = fits and not _has_too_long_buffer(trace, gpu)
         if not fits and replay.allocated_peak <= limit:  # perhaps after releasing the cache
             limited_replay = TraceReplay(trace, gpu, config, release, counts=False)
             limited_replay.advance(writes=False)
@@ -125,6 +126,12 @@ def compute_memory_needs(
             fits = timeline.first_oom is None
             releases_cache = fits and limited_replay.allocator.statistics.num_alloc_retries > 0
     return MemoryNeeds(required, fits, replay.allocated_peak, releases_cache)
+
+
+def _has_too_long_buffer(trace: Trace, gpu: GpuMemory) -> bool:
+    """Return whether a storage may be longer than the GPU's buffers; a replay on this GPU says whether one fails."""
+    limit = gpu.max_buffer_bytes
+    return limit is not None and any(s.num_bytes >= limit and s.device == trace.device for s in trace.storages)
 
 
 def replay_on_gpu(

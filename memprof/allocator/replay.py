@@ -15,7 +15,7 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
-from memprof.allocator.mps import MpsAllocator
+from memprof.allocator.mps import MpsAllocator, compute_max_buffer_bytes
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
@@ -79,6 +79,11 @@ class GpuMemory:
         if self.backend == "mps":
             return int(config.mps_high_watermark_ratio * self.total_bytes) or UNLIMITED_BYTES
         return min(self.usable_bytes, int(config.per_process_memory_fraction * self.total_bytes))
+
+    @property
+    def max_buffer_bytes(self) -> int | None:
+        """Return the bytes from which a request is refused by itself; None: there is no such limit."""
+        return compute_max_buffer_bytes(self.total_bytes) if self.backend == "mps" else None
 
     @classmethod
     def of(cls, device: DeviceFacts) -> GpuMemory | None:

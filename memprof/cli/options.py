@@ -208,8 +208,10 @@ class Command(typer.core.TyperCommand):
         sources = []
         for path, values in self._iter_sources(ctx):
             words = []
-            for parameter in self.params:
+            for parameter in _list_options(self):
                 value = values.get(_get_option_name(parameter), False)
+                if _get_option_name(parameter) in values:
+                    _check_kind(path, parameter, value)
                 if value is not False and _get_exclusive_name(str(parameter.name)) not in set_names:
                     words += _build_option_words(parameter, value)
                     set_names.add(_get_exclusive_name(str(parameter.name)))
@@ -226,10 +228,12 @@ class Command(typer.core.TyperCommand):
             return
         # The options of all commands, which imports the module of each.
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
-        known = {name: {_get_option_name(p) for p in command.params} for name, command in commands.items()}
+        known = {name: {_get_option_name(p) for p in _list_options(command)} for name, command in commands.items()}
+        replaces = {_get_option_name(option): _get_exclusive_name(str(option.name)) for option in _list_options(self)}
         if config is not None:
             path = Path(config)
-            yield path, settings.select_options(path, settings.read_config(path), name, known, is_config=True)
+            table = settings.read_config(path)
+            yield path, settings.select_options(path, table, name, known, replaces, is_config=True)
         if preset is not None:
             if preset not in settings.PRESETS:
                 raise unknown_name("--preset", str(preset), settings.PRESETS)
@@ -238,11 +242,11 @@ class Command(typer.core.TyperCommand):
                 raise UsageError(f"--preset {preset} says nothing to this command", value=name, hint="leave it out")
             yield f"preset {preset}", values
         if settings_file is not None:
-            yield settings_file[0], settings.select_options(*settings_file, name, known)
+            yield settings_file[0], settings.select_options(*settings_file, name, known, replaces)
 
     def _save_settings(self, ctx: Any) -> None:
         """Write the options in effect, except those that name output files, to the file of `--save-config`."""
-        options = {str(p.name): _get_option_name(p) for p in self.params if p.param_type_name == "option"}
+        options = {str(option.name): _get_option_name(option) for option in _list_options(self)}
         values = {
             options[name]: _parse_value(ctx.params[name])
             for name in _list_given_names(ctx)
@@ -299,9 +303,26 @@ def _parse_value(value: Any) -> Any:
     return str(value)
 
 
+def _list_options(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
+
+
 def _get_option_name(parameter: Any) -> str:
     """Return the name of an option without dashes, as in settings files."""
     return str(parameter.opts[-1]).lstrip("-")
+
+
+def _check_kind(path: Path | str, parameter: Any, value: Any) -> None:
+    """Raise UsageError if a settings file has true or false for an option with a value, or a value for a flag."""
+    if isinstance(value, bool) is parameter.is_flag:
+        return
+    name, hint = _get_option_name(parameter), "write true or false"
+    if not parameter.is_flag:
+        hint = "give it a value" + (
+            "" if str(path).endswith(".toml") else "; YAML takes yes, no, on and off for true and false"
+        )
+    problem = f"{name} is a flag" if parameter.is_flag else f"{name} takes a value, which true and false are not"
+    raise UsageError(problem, value=f"{path}: {name}: {value}", hint=hint)
 
 
 def _build_option_words(parameter: Any, value: Any) -> list[str]:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from memprof.run_spec import SETTINGS_VARIABLE
 
 _COMMAND_LINE_ONLY = (
     "model", "trust-remote-code", "force", "root", "save", "csv", "parquet", "store", "html", "image", "markdown", "to",
-    "log", "debug", "no-color", "help", "m", "config", "save-config", "preset",
+    "log", "debug", "no-color", "help", "help-all", "m", "config", "save-config", "preset",
 )  # fmt: skip
 _ALLOWED_IN_CONFIG = ("model", "m")  # allowed in a file named by --config
 _LONG_CONTEXT_FIXES = "chunked-loss,activation-checkpointing,expandable-segments"
@@ -132,10 +133,8 @@ def read_config(path: Path) -> Mapping[str, Any]:
         hint = "write lines such as context-length: 4096, or profile: and such lines below it"
         raise UsageError("the file of --config has no options", value=path, hint=hint)
     return {
-        _replace_underscores(key): {_replace_underscores(name): inner for name, inner in value.items()}
-        if isinstance(value, dict)
-        else value
-        for key, value in table.items()
+        key: _replace_underscores(path, value) if isinstance(value, dict) else value
+        for key, value in _replace_underscores(path, table).items()
     }
 
 
@@ -144,18 +143,38 @@ def is_command_line_only(name: str) -> bool:
     return name in _COMMAND_LINE_ONLY and name not in _ALLOWED_IN_CONFIG
 
 
-def _replace_underscores(name: object) -> str:
-    return str(name).replace("_", "-")
+def _replace_underscores(path: Path, table: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return `table` with dashes for underscores in its names. Raises UsageError: that makes two of them equal."""
+    renamed: dict[str, Any] = {}
+    for key, value in table.items():
+        name = str(key).replace("_", "-")
+        if name in renamed:
+            raise _make_repeated_error(path, name)
+        renamed[name] = value
+    return renamed
+
+
+def _make_repeated_error(path: Path, name: object) -> UsageError:
+    return UsageError(f"{name} is in the file twice", value=path, hint="leave out one of them")
 
 
 def _parse_yaml(path: Path, data: bytes) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        table = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         message = " ".join(str(error).split())
         raise UsageError("the file is no YAML", value=f"{path}: {message}", hint="correct it") from None
+    # YAML's parser takes the last value of a repeated name, without a word.
+    for node in (root, *(value for _, value in root.value)) if isinstance(root, yaml.MappingNode) else ():
+        names = [str(key.value) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise _make_repeated_error(path, name)
+    return table
 
 
 def write_config(path: Path, command: str, values: Mapping[str, Any]) -> None:
@@ -181,29 +200,49 @@ def write_config(path: Path, command: str, values: Mapping[str, Any]) -> None:
 
 
 def select_options(
-    path: Path, table: Mapping[str, Any], command: str, valid: Mapping[str, Collection[str]], *, is_config: bool = False
+    path: Path,
+    table: Mapping[str, Any],
+    command: str,
+    valid: Mapping[str, Collection[str]],
+    replaces: Mapping[str, str],
+    *,
+    is_config: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of `command` in a settings `table`; `valid` has the option names of every command.
+    """Return the options of `command` in a settings `table`; `valid` has the option names of every command, `replaces`
+    for each option of this one a key that those have in common that exclude each other.
 
     `is_config`: the table is that of --config, which may name the model, and have lists for comma-separated values.
-    Raises UsageError: an option is unknown, or not allowed in the file `path`.
+    Raises UsageError: an option is unknown, not allowed in the file `path`, or excluded by another one.
     """
     all_options = {name for names in valid.values() for name in names}
-    options: dict[str, Any] = {}
+    general: dict[str, Any] = {}
+    own: dict[str, Any] = {}  # of the command's table, which overrides the others
     for key, value in sorted(table.items(), key=lambda item: isinstance(item[1], dict)):  # tables of commands come last
         is_table = isinstance(value, dict)
         if is_table and key not in valid:
+            if key in all_options:
+                shape = "a value or a list" if is_config else "a value"
+                raise UsageError(f"{key} is an option, and has names below it", value=path, hint=f"write {shape}")
             raise unknown_name(f"command in {path}", key, valid)
         for name, setting in value.items() if is_table else [(key, value)]:
-            if is_config and isinstance(setting, list) and all(isinstance(item, str | int | float) for item in setting):
+            is_list = isinstance(setting, list) and len(setting) > 0
+            if is_config and is_list and all(isinstance(item, str | int | float) for item in setting):
                 setting = ",".join(map(str, setting))
             if is_command_line_only(name) or (name in _ALLOWED_IN_CONFIG and not is_config):
                 raise UsageError(f"{name} is for the command line alone", value=path, hint="leave it out of the file")
+            if not is_table and name in valid and name not in all_options:
+                raise UsageError(f"{name} is a command, and has a value", value=path, hint="write its options below it")
             if name not in (valid[key] if is_table else all_options):
                 raise unknown_name(f"option in {path}", name, valid[key] if is_table else all_options)
             if not isinstance(setting, str | int | float):
                 # YAML aliases can make a short file an endless value.
                 raise UsageError(f"{name} has no value that an option has", value=f"{path}: {_REPR.repr(setting)}")
             if name in valid[command] and key in (name, command):
-                options[name] = setting
-    return options
+                (own if is_table else general)[name] = setting
+    kept = {name: value for name, value in general.items() if replaces[name] not in {replaces[one] for one in own}}
+    for options in (kept, own):
+        names: dict[str, str] = {}
+        for name in (name for name, value in options.items() if value is not False):
+            if (other := names.setdefault(replaces[name], name)) != name:
+                raise UsageError(f"{other} and {name} exclude each other", value=path, hint="leave out one of them")
+    return kept | own

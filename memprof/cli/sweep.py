@@ -230,7 +230,12 @@ def _build_script_grid(axes: SweepAxes, constants: SweepConstants, command: Sequ
         options["gpus"] = number
     words = list(command)
     place = len(words) - 1 - words[::-1].index(_SEPARATOR) if _SEPARATOR in words else len(words)
-    script_axes = dict(_parse_axis(word) for word in words[place + 1 :])
+    script_axes: dict[str, str] = {}
+    for name, named in map(_parse_axis, words[place + 1 :]):
+        if name in script_axes:
+            hint = f"write {name}={script_axes[name]},{named}"
+            raise UsageError("an axis of the script is given twice", value=f"{name}={named}", hint=hint)
+        script_axes[name] = named
     words = ["-m", *words[:place]] if constants.module else words[:place]
     return build_script_grid(words, script_axes, values | options)
 

@@ -76,6 +76,11 @@ class Gpu:
         return self.device_type != "cuda" or self.compute_capability >= (8, 0) or "bfloat16" in self.peak_flops
 
     @property
+    def half_precision(self) -> str:
+        """Return the half precision that the GPU computes in at full speed: bfloat16, else float16."""
+        return "bfloat16" if self.has_bfloat16 else "float16"
+
+    @property
     def device_type(self) -> str:
         """Return torch's type of the device, as programs name it: "cuda" (also with ROCm), "mps" or "xpu"."""
         return "cuda" if self.backend == "hip" else self.backend

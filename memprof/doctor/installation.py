@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
+from memprof.allocator.config import HIP_VARIABLE, UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, parse_release
 from memprof.device.environment import Environment, find_installed_version, read_environment
 from memprof.device.gpus import NvmlSample
@@ -125,7 +125,8 @@ def check_installation(
     else:
         names = read_private_names() if names is None else names
         findings += _check_private_names(names, f"torch {environment.torch_version}")
-    findings += check_allocator_settings(environment.variables, _find_torch_release(environment))
+    settings = check_allocator_settings(environment.variables, _find_torch_release(environment))
+    findings += _check_rocm_settings(environment.variables, settings) if environment.torch_hip else settings
     findings += _check_gpus(gpus)
     findings += _check_host(host)
     findings += _check_libraries(find_version)
@@ -214,6 +215,16 @@ def check_allocator_settings(variables: Mapping[str, str], release: Release) -> 
         yield Check("error", f"{name}: {error.problem}", hint)
     else:
         yield from _check_contradictions(config, name, variables[name])
+
+
+def _check_rocm_settings(variables: Mapping[str, str], settings: Iterable[Check]) -> Iterator[Check]:
+    """Yield the problems `settings` without advice to use expandable segments, which may hang with ROCm, and a problem
+    for each variable that sets them."""
+    for name in (HIP_VARIABLE, *VARIABLES):
+        if EXPANDABLE_SEGMENTS in variables.get(name, ""):
+            problem = f"{name}: with ROCm, {EXPANDABLE_SEGMENTS} is new, and a copy to the GPU may hang"
+            yield Check("warning", problem, "leave it out", f"unset {name}", "github.com/pytorch/pytorch/issues/192259")
+    yield from (check for check in settings if EXPANDABLE_SEGMENTS not in check.command)
 
 
 # Settings of the native allocator.

@@ -19,6 +19,9 @@ from memprof.units import format_bytes
 SEGMENTS_FIX = find_fixes_for("fragmentation")[0]
 _MICRO_BATCH = "micro-batch"
 _WINDOWS_PATH = re.compile(r"\b[A-Za-z]:\\(?!n)")  # A Windows path.
+# What only logs of these builds of torch have: their errors, a variable of ROCm, the end of the version.
+_LOG_OF_ROCM = re.compile(r"\bHIP (?:error: )?out of memory|PYTORCH_HIP_ALLOC_CONF|\+rocm\d")
+_LOG_OF_INTEL_OR_APPLE = re.compile(r"\bXPU out of memory|MPS backend out of memory|\+xpu\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,8 @@ def list_fragmentation_advice(failed: FailedAllocation) -> Iterator[Advice]:
             "run the script on a simulated GPU: how much is reserved and unused, and where",
             failed.run.build_script_command(),
         )
-    yield Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {SEGMENTS_FIX.alloc_conf}")
+    what_if = f" --alloc-conf {SEGMENTS_FIX.alloc_conf}" if segments else ""
+    yield Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT{what_if}")
     yield from list_memory_advice(failed)
 
 
@@ -148,21 +152,28 @@ def _is_before_torch_2_1(text: str) -> bool:
 
 
 def list_segments_advice(advice: str, text: str) -> Iterator[Advice]:
-    """Yield advice to use expandable segments, in the words `advice`; nothing where the log's torch lacks them."""
-    if not _is_before_torch_2_1(text) and not _WINDOWS_PATH.search(text):
-        variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
-        yield Advice(advice, f"export {variable}={SEGMENTS_FIX.alloc_conf}", fix=SEGMENTS_FIX.name)
+    """Yield advice to use expandable segments, in the words `advice`; nothing where the log's torch lacks them, or may
+    hang with them: ROCm's, whose own messages advise them all the same (github.com/pytorch/pytorch, issue 192259)."""
+    has_them = not _is_before_torch_2_1(text) and not _WINDOWS_PATH.search(text)
+    if has_them and not _LOG_OF_ROCM.search(text) and not _LOG_OF_INTEL_OR_APPLE.search(text):
+        yield Advice(advice, f"export PYTORCH_CUDA_ALLOC_CONF={SEGMENTS_FIX.alloc_conf}", fix=SEGMENTS_FIX.name)
 
 
 def _list_split_size_advice(text: str) -> Iterator[Advice]:
     """Yield advice against fragmentation where torch lacks expandable segments; `text` is of the log."""
+    if _LOG_OF_INTEL_OR_APPLE.search(text):
+        return
     if _is_before_torch_2_1(text) and "max_split_size_mb" not in text:
         yield Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch")
         return
-    condition = "on Windows" if _WINDOWS_PATH.search(text) else "before torch 2.1"
+    reason = "there are no expandable segments before torch 2.1"
+    if _WINDOWS_PATH.search(text):
+        reason = "there are no expandable segments on Windows"
+    elif not _is_before_torch_2_1(text):
+        reason = "with ROCm, expandable segments are new and may hang"
     shell = "set" if _WINDOWS_PATH.search(text) else "export"
-    advice = f"leave large blocks whole for large requests (there are no expandable segments {condition})"
-    yield Advice(advice, f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128")
+    variable = "PYTORCH_HIP_ALLOC_CONF" if _LOG_OF_ROCM.search(text) else "PYTORCH_CUDA_ALLOC_CONF"
+    yield Advice(f"leave large blocks whole for large requests ({reason})", f"{shell} {variable}=max_split_size_mb:128")
 
 
 def list_other_process_advice(failed: FailedAllocation) -> Iterator[Advice]:

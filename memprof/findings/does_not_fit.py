@@ -37,6 +37,7 @@ def find(context: Context) -> list[Finding]:
     stage = stage_text(oom.stage)
     run_text, at_least = ("the run until then", "at least ") if trace.ended_out_of_memory else ("the whole run", "")
     location = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
+    pieces = "" if oom.max_buffer_bytes else " in pieces too small for this allocation"
     evidence = [
         tensor_evidence(
             trace,
@@ -47,7 +48,7 @@ def find(context: Context) -> list[Finding]:
         ),
         Evidence(
             f"{format_bytes(oom.in_use_bytes)} of {format_bytes(oom.limit_bytes)} were in use, {format_bytes(cached)} "
-            f"reserved in pieces too small for this allocation, {format_bytes(oom.free_bytes)} free",
+            f"reserved{pieces}, {format_bytes(oom.free_bytes)} free",
             num_bytes=oom.in_use_bytes,
         ),
         Evidence(
@@ -66,6 +67,11 @@ def find(context: Context) -> list[Finding]:
         f"{at_least}{format_bytes(needed_bytes)}, {format_bytes(shortfall)} more than the "
         f"{format_bytes(oom.limit_bytes)} there are"
     )
+    if oom.max_buffer_bytes is not None:
+        title = (
+            f"Does not fit: a tensor of {format_bytes(oom.tried_bytes)} in {stage}, and Metal's buffers on {gpu} are "
+            f"below {format_bytes(oom.max_buffer_bytes)}; the run needs {at_least}{format_bytes(needed_bytes)}"
+        )
     evidence += _make_live_evidence(context, oom)
     found = suggest(context)
     fixes = list_fix_names(found)

@@ -51,6 +51,7 @@ def find(context: Context) -> list[Finding]:
     if ends_in_building(ledger.trace):
         return []
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
+    is_decisive = is_decisive and oom is not None and oom.max_buffer_bytes is None
     if is_decisive and oom is not None:
         stage, reserved, free_bytes = oom.stage, oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
     else:

@@ -18,7 +18,8 @@ from memprof.fixes.optimizers import refuse_gradients
     cost="8 bits of precision in products; half copies of the weights during the forward",
     bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
     edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "bfloat16",
-    for_float32=True, ladder_order=95, script_order=60, search_order=120, tiers=(Tier.AUTOCAST,),
+    for_float32=True, half_precision="bfloat16", ladder_order=95, script_order=60, search_order=120,
+    tiers=(Tier.AUTOCAST,),
 )  # fmt: skip
 @Fix(
     name="amp-float16", order=60, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
@@ -30,6 +31,7 @@ from memprof.fixes.optimizers import refuse_gradients
         "optimizer-in-backward": "parameters would be updated with scaled gradients",
     },
     edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "float16",
+    for_float32=True, half_precision="float16", ladder_order=96, search_order=121, tiers=(Tier.AUTOCAST,),
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Run the forward under autocast, and cast half-precision parameters to float32; the result of amp-float16 is a

@@ -48,6 +48,9 @@ def parse_fixes(text: str, known_fixes: Mapping[str, catalog.Fix] = catalog.FIXE
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, separator, value = part.partition("=")
+        if "+" in name:
+            hint = f"write {part.replace('+', ',')}"
+            raise UsageError("names of fixes have commas between them", value=repr(part), hint=hint)
         (fix,) = catalog.find_fixes([name.strip()], known_fixes)
         if separator:
             _parse_value(fix, value.strip())

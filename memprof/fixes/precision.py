@@ -23,7 +23,7 @@ from memprof.fixes.optimizers import refuse_gradients
         **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
     },
     edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "bfloat16", for_float32=True,
-    ladder_order=135, search_order=120, tiers=(Tier.HALF_WEIGHTS,),
+    half_precision="bfloat16", ladder_order=135, search_order=120, tiers=(Tier.HALF_WEIGHTS,),
     helps={"doctor: weights": 10, "doctor: smaller": 10},
     doctor_texts={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
            "amp-bfloat16)"},
@@ -37,7 +37,8 @@ from memprof.fixes.optimizers import refuse_gradients
         "bfloat16": "a model has one dtype",
         **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
     },
-    edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "float16",
+    edit="memprof.fixes.spec_edits:set_half_precision", detect=lambda spec: spec.dtype == "float16", for_float32=True,
+    half_precision="float16", updates_vanish=True, ladder_order=136, search_order=121, tiers=(Tier.HALF_WEIGHTS,),
 )  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Cast the parameters to the dtype in the fix's name.

@@ -163,6 +163,7 @@ def _build_oom_moment(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> 
         reserved_bytes=report.reserved_bytes,
         free_bytes=report.free_bytes,
         message=oom.message,
+        max_buffer_bytes=report.max_buffer_bytes,
     )
 
 

@@ -27,6 +27,7 @@ class OutOfMemoryMoment:
     reserved_bytes: int  # bytes of segments; the part not in use is free, but in pieces that are too small, or pinned
     free_bytes: int  # free bytes of the GPU, too few for the segment
     message: str  # torch's message
+    max_buffer_bytes: int | None = None  # length of Metal's buffers, if the request reaches it: memory may be free
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ DEFAULT_STREAM = 0
 DEFAULT_POOL = (0, 0)  # the allocator's id; other pools are private to CUDA graphs and memory pools
 _ALLOC_AND_FREE = (Action.ALLOC, Action.FREE_REQUESTED)
 # Tolerance between the profiler's and the allocator's clocks, which are converted to time of day separately: 0.1 ms was
-# observed on a busy machine. An entry that was not recorded is missing for longer.
+# observed on a busy machine. An entry that was not recorded is missing for longer; where the profiler is later by more,
+# the thread paused between the two.
 _CLOCK_TOLERANCE_NS = 2_000_000
 
 
@@ -205,6 +206,7 @@ def _match_entries(
         for index, event in zip(entry_indices_by_key[key], events, strict=True)
     ]
     offset = int(median(clock_offsets)) if clock_offsets else 0
+    offset = max(-_CLOCK_TOLERANCE_NS, min(offset, _CLOCK_TOLERANCE_NS))
     times = [time_ns + offset for time_ns in entry_times]
     origins: dict[int, OperatorOrigin] = {}
     num_unmatched = 0

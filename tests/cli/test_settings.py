@@ -211,7 +211,31 @@ def test_a_named_file_may_name_the_model_and_list_fixes(memprof, folder):
         ("gpu: [t4", "the file is no YAML"),
         ("- gpu", "has no options"),
         ("", "has no options"),
-        ("gpu: {a: 1}", "unknown command in"),
+        ("gpu: {a: 1}", "gpu is an option, and has names below it"),
+        ("model: {name: gpt2}", "model is an option, and has names below it"),
+        ("estimate: 5", "estimate is a command, and has a value"),
+        ("estimate: {gpu: {a: 1}}", "gpu has no value that an option has"),
+        ("gpus-vram: {a: 1}", "unknown command in"),
+        ("batch-size: 1\nbatch-size: 2", "batch-size is in the file twice"),
+        ("batch_size: 1\nbatch-size: 2", "batch-size is in the file twice"),
+        ("estimate: {gpu: t4, gpu: l4}", "gpu is in the file twice"),
+        ("estimate: {gpu: t4}\nestimate: {batch-size: 2}", "estimate is in the file twice"),
+        ("batch-size: yes", "batch-size takes a value"),
+        ("batch-size: off", "batch-size takes a value"),
+        ("batch-size: [1, [2]]", "batch-size has no value that an option has"),
+        ("batch-size: []", "batch-size has no value that an option has"),
+        ("batch-size: [1, 2]", "--batch-size"),
+        ("batch-size: .nan", "--batch-size"),
+        ("batch-size: 2026-01-01", "batch-size has no value that an option has"),
+        ("gpu: !!binary aGVsbG8=", "gpu has no value that an option has"),
+        ("gpu: t4\n---\ngpu: l4", "the file is no YAML"),
+        ("? [gpu]\n: t4", "the file is no YAML"),
+        ("explain: 3", "explain is a flag"),
+        ("1: 2", "unknown option in"),
+        ("command: train.py", "unknown option in"),
+        ("fixes: bfloat16", "unknown option in"),
+        ("gpu: t4\ngpu-vram: 8", "gpu and gpu-vram exclude each other"),
+        ("estimate: {model: gpt2, params: 1B}", "model and params exclude each other"),
         ("force: true", "force is for the command line alone"),
         ("config: other.yaml", "config is for the command line alone"),
         ("gpus-vram: 8", "unknown option in"),
@@ -222,8 +246,13 @@ def test_a_named_file_may_name_the_model_and_list_fixes(memprof, folder):
 def test_a_bad_config_is_one_error(memprof, folder, text, problem):
     write(folder, text, "mine.yaml")
     result = memprof("estimate", "--params", "1.2B", "--config", folder / "mine.yaml")
-    assert result.exit_code == 2 and problem in result.stderr and "mine.yaml" in result.stderr
+    assert result.exit_code == 2 and problem in result.stderr and "mine.yaml" in result.stdout + result.stderr
     assert len(result.stderr.strip().splitlines()) <= 3
+
+
+def test_the_table_of_a_command_replaces_what_excludes_its_options(memprof, folder):
+    write(folder, 'gpu = "t4"\n[estimate]\ngpu-vram = "8"\n')
+    assert memprof("estimate", "--params", "1.2B").stdout.splitlines()[0].endswith(": --gpu-vram=8")
 
 
 def test_presets(memprof, folder):

@@ -47,6 +47,7 @@ def test_a_sweep_in_all_forms(tmp_path):
         (("--dtype", "bfloat16", "train.py"), "--dtype is for models"),
         (("train.py", "{batch}", "--", "batch"), "no axis of the script"),
         (("train.py", "--", "batch=1"), "no place for batch"),
+        (("train.py", "{batch}", "--", "batch=1", "batch=2"), "an axis of the script is given twice"),
         (("--gpus", "1,2", "train.py"), "a script has one number of GPUs"),
         (("--model", "gpt2", "--store", "train.py"), "this is a file, not a folder"),
         (("--model", "gpt2", "--parquet", "nosuch/cells.parquet"), "no such folder"),

@@ -13,6 +13,7 @@ from memprof.fixes.catalog.choice import (
     find_device_reason,
     find_fixes,
     find_fixes_for,
+    find_precision_reason,
     find_useless_reason,
     group_options,
     list_active_fixes,
@@ -29,6 +30,6 @@ from memprof.fixes.catalog.table import FIXES
 __all__ = [
     "ALL_FIXES", "BASE_PLAN", "EXPANDABLE_SEGMENTS", "FIXES", "PARALLEL_FIXES", "VALUE", "Fix", "Numerics",
     "Tier", "check_conflicts", "check_device", "check_installed", "check_package", "find_conflict",
-    "find_device_reason", "find_fixes", "find_fixes_for", "find_useless_reason", "group_options", "list_active_fixes",
-    "list_headroom_fixes", "list_ladder", "list_tiers", "script_fix_names",
+    "find_device_reason", "find_fixes", "find_fixes_for", "find_precision_reason", "find_useless_reason",
+    "group_options", "list_active_fixes", "list_headroom_fixes", "list_ladder", "list_tiers", "script_fix_names",
 ]  # fmt: skip

@@ -83,6 +83,17 @@ def find_device_reason(fix: Fix, device: Gpu | DeviceFacts) -> str | None:
     return None
 
 
+def find_precision_reason(fix: Fix, device: Gpu, *, trains: bool) -> str | None:
+    """Return why a search does not take `fix`, whose half precision is not the one that it takes on this device; None
+    if it takes it. Who names the fix gets it all the same."""
+    if not fix.half_precision:
+        return None
+    if fix.half_precision != device.half_precision:
+        other = "is slow" if fix.half_precision == "bfloat16" else "has fewer exponents than bfloat16"
+        return f"{fix.half_precision} {other} on {device.name}"
+    return "gradients and updates in float16 vanish" if trains and fix.updates_vanish else None
+
+
 def check_device(fixes: Iterable[Fix], device: Gpu | DeviceFacts) -> None:
     """Raise UsageError if one of `fixes` is not for this device."""
     for fix in fixes:

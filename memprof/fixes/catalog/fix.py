@@ -24,9 +24,9 @@ class Tier(StrEnum):
 
     EXACT = "the same numbers"
     CPU_OPTIMIZER = "the same numbers, the optimizer on the CPU"
-    AUTOCAST = "products in bfloat16"
+    AUTOCAST = "products in half precision"
     QUANTIZED_STATES = "the same numbers but for the optimizer's states"
-    HALF_WEIGHTS = "parameters in bfloat16"
+    HALF_WEIGHTS = "parameters in half precision"
     STREAMED_WEIGHTS = "the same numbers, weights streamed from host memory"
     ADAPTER = "an adapter on the frozen model"
     QUANTIZED_ADAPTER = "an adapter on the frozen model in 4 bits"
@@ -81,6 +81,8 @@ class Fix:
     moves_to_host: bool = False  # what leaves the GPU is in host memory instead
     is_checkpointing: bool = False  # programs may have it on themselves (`Trace.checkpoints`)
     for_float32: bool = False  # the fix is for parameters in float32
+    half_precision: str = ""  # the dtype, bfloat16 or float16, that it brings: searches take that of the GPU
+    updates_vanish: bool = False  # a model does not train with it, so that searches take it in inference alone
     before_move: bool = False  # whether to apply the fix before the model is moved to the GPU, which may be too small
     for_models: str = ""  # the only models of `memprof verify` for the fix; "": all others
     bench: str = ""  # the table of `memprof verify` with the fix's deviations from lower precision

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -31,6 +32,7 @@ _HEADER_PREFIX = b"memprof answer 1 "
 SUFFIX = ".answer"
 _CACHE_FILE = re.compile(r"(?:[0-9a-f]{64}|\.[0-9a-f]{64}\.[^/]*)\.answer")  # a result, or a file that is being written
 CLAIM_SECONDS = 60  # a claim that is older, and not renewed, is one of a process that has ended
+_CLAIMANT = re.compile(rb"(\d{1,9}) (.*)", re.DOTALL)  # the process and its machine, in the file of a claim
 _STALE_SECONDS = 3600  # a temporary file of this age was abandoned
 
 
@@ -71,6 +73,7 @@ class Store:
     def __init__(self, folder: Path, max_bytes: int | None = MAX_CACHE_BYTES) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
+        self.error = ""  # why the last result that could not be written was not
 
     def make_folder(self) -> None:
         """Make the folder if there is none; raise UsageError if that, or writing to it, is not possible."""
@@ -121,7 +124,8 @@ class Store:
                 file.write(data)
             os.replace(temporary_path, self._get_path(key))
             temporary_path = None
-        except OSError:
+        except OSError as error:
+            self.error = error.strerror or str(error)
             return False
         finally:
             if temporary_path is not None:
@@ -135,17 +139,18 @@ class Store:
         """Do nothing: `save` writes at once."""
 
     def claim(self, key: str) -> bool:
-        """Return whether this process may compute the result of `key`: no other one has claimed it, or none has said
-        for a minute (`renew`) that it still does. A folder that cannot be written to refuses nothing."""
+        """Return whether this process may compute the result of `key`: no other one has claimed it, or that one has
+        ended, or has not said for a minute (`renew`) that it still does. A folder that cannot be written to refuses
+        nothing."""
         path = self._get_claim(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with contextlib.suppress(FileExistsError):
+            try:
                 path.touch(mode=0o600, exist_ok=False)
-                return True
-            if time.time() - path.stat().st_mtime < CLAIM_SECONDS:
-                return False
-            path.touch()
+            except FileExistsError:
+                if time.time() - path.stat().st_mtime < CLAIM_SECONDS and not _has_ended(path.read_bytes()):
+                    return False
+            path.write_bytes(b"%d %s" % (os.getpid(), platform.node().encode()))
         except OSError:
             pass
         return True
@@ -220,6 +225,20 @@ def decode(data: bytes) -> dict[str, Any] | None:
     except (zlib.error, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _has_ended(claim: bytes) -> bool:
+    """Return whether the process that wrote a claim is known to have ended: it was one of this machine."""
+    match = _CLAIMANT.fullmatch(claim)
+    if match is None or match[2] != platform.node().encode() or sys.platform == "win32":
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # the process is another user's
+        pass
+    return False
 
 
 def _remove_file(path: Path) -> bool:

@@ -29,7 +29,7 @@ def build_ladder(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace,
     rows = [runs.build_row((), run, None)]
     rejections: dict[str, str] = {}
     num_tries: dict[str, int] = {}
-    remaining_fixes = [name for name in (list_ladder() if names is None else names) if name not in runs.in_force()]
+    remaining_fixes = runs.select_for_search(list_ladder() if names is None else names, rejections)
     while len(rows) < MAX_ROWS and len(runs) < MAX_RUNS:
         found_step = find_next_fix(runs, run, fixes, remaining_fixes, num_tries, rejections)
         if found_step is None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from memprof.command_line import make_profile_command
 from memprof.device.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.fixes.catalog import check_device, list_active_fixes
+from memprof.findings.evidence import is_inference
+from memprof.fixes.catalog import ALL_FIXES, check_device, find_precision_reason, list_active_fixes
 from memprof.fixes.chosen import ChosenFix, combine_numerics, edit_spec
 from memprof.flows.account import analyze, replace_allocator_settings
 from memprof.flows.cost import StepWork, compute_cost, compute_step_work, find_bottleneck
@@ -99,6 +100,16 @@ class Runs(abc.ABC):
     @abc.abstractmethod
     def in_force(self) -> frozenset[str]:
         """Return the names of the fixes that the original run already has."""
+
+    def select_for_search(self, names: Iterable[str], rejections: dict[str, str]) -> list[str]:
+        """Return those of `names` that a search takes: they are not in force, and in the half precision of this GPU.
+        On a GPU that is slow in bfloat16, `rejections` gets why it does not take others."""
+        trains = not is_inference(self.original.trace)
+        in_force = self.in_force()
+        reasons = {name: find_precision_reason(ALL_FIXES[name], self._gpu, trains=trains) for name in names}
+        if not self._gpu.has_bfloat16:
+            rejections |= {name: reason for name, reason in reasons.items() if reason and name not in in_force}
+        return [name for name, reason in reasons.items() if reason is None and name not in in_force]
 
     @abc.abstractmethod
     def run_in_parallel(self, fix_sets: Iterable[Sequence[ChosenFix]]) -> None:
@@ -274,6 +285,11 @@ class RunsWithFixes:
     def in_force(self) -> frozenset[str]:
         """Return the names of the original run's fixes and of `base_fixes`."""
         return self._runs.in_force() | {fix.fix.name for fix in self._base_fixes}
+
+    def select_for_search(self, names: Iterable[str], rejections: dict[str, str]) -> list[str]:
+        """Return those of `names` that a search takes (see `Runs.select_for_search`), without `base_fixes`."""
+        selected = self._runs.select_for_search(names, rejections)
+        return [name for name in selected if name not in self.in_force()]
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[ChosenFix], *, row_per_fix: bool = False) -> tuple[Trace, Report]:

@@ -54,7 +54,7 @@ def find_cheapest_fixes(runs: AnyRuns, fix_tiers: Sequence[tuple[str, Sequence[s
     if runs.original.has_device_mismatch and not any(mismatch_fixes & {*names} for _, names in fix_tiers):
         return ChosenFixes((), f"{_MISMATCH_MESSAGE}, and no fix here mends that: the findings say where")
     for tier_index, (_, names) in enumerate(fix_tiers):
-        left = [name for name in names if name not in runs.in_force()]
+        left = runs.select_for_search(names, rejections)
         compatible, candidates = _select_compatible_fixes(runs, left, rejections)
         chosen = None
         if tier_index == 0 and not _cannot_fit(runs, compatible):

@@ -67,7 +67,7 @@ def suggest_patch(
             continue
         current, texts = patched, changed
         changes.append(description)
-        if patched.verdict.fits and not report.verdict.fits:
+        if patched.fits_in_memory and not report.fits_in_memory:
             break
     diff, reasons = make_diff(texts, folder), tuple(filter(None, tried.values()))
     after = _read_need(current) if changes else None
@@ -100,7 +100,8 @@ def _read_need(report: Report) -> PatchedNeed:
     verdict, peak = report.verdict, report.peak
     runs_out = None if verdict.growth is None else verdict.growth.runs_out_step
     oom_step, stage = (None, None) if verdict.fits else (verdict.oom_step or runs_out, verdict.oom_stage)
-    return PatchedNeed(verdict.fits, peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes, oom_step, stage)
+    sizes = peak.allocated_bytes, peak.reserved_bytes, verdict.required_bytes
+    return PatchedNeed(verdict.fits, *sizes, oom_step, stage, report.pages)
 
 
 def _check_better(patched: Report, before: Report) -> None:

@@ -14,7 +14,7 @@ from memprof.fixes.spec_edits import find_8_bit_optimizer
 from memprof.flows.gpus import find_spec_gpu, make_device_facts
 from memprof.flows.recommend.closed_form import estimate_bytes, estimate_limit
 from memprof.flows.recommend.outcome import SimulatedRun
-from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, get_half_precision, make_base_spec
+from memprof.flows.recommend.plans import DEFAULT_CONTEXT, Goal, Plan, make_base_spec
 from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import LargestModel, Recommendation
 from memprof.spec import TargetSpec
@@ -39,7 +39,7 @@ def list_tasks(gpu: Gpu) -> list[Task]:
     Bytes per parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
     16; a weight and a gradient of 16 bits and two states of 8 bits 6.
     """
-    half = get_half_precision(gpu)
+    half = gpu.half_precision
     tasks = [
         Task("inference, 4-bit weights", Plan(Goal.INFER, "nf4", half), 0.5, 0.7),
         Task(f"inference, {half}", Plan(Goal.INFER, "half", half), 2.0, 2.1),

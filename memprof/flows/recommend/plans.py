@@ -122,11 +122,6 @@ OPTIMIZER_LABELS = {
 }
 
 
-def get_half_precision(gpu: Gpu) -> str:
-    """Return the half precision that the GPU computes in at full speed."""
-    return "bfloat16" if gpu.has_bfloat16 else "float16"
-
-
 # Option of each precision.
 _OPTION_BY_PRECISION = {
     "half": "--dtype {half}", "amp": "--amp {half}", "float32": "--dtype float32", "int8": "--quantize int8",
@@ -140,7 +135,7 @@ def list_tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | N
     `precision` selects tiers of one precision; `half` is the half-precision dtype (None: the GPU's). Raises UsageError
     if the goal has no such tier.
     """
-    half = half or get_half_precision(gpu)
+    half = half or gpu.half_precision
     update_loss = f"weights in {half} are updated in {half}: small updates are lost"
     state_loss = "states of the optimizer in 8 bits"
     eight_bit = find_8_bit_optimizer()

@@ -31,7 +31,6 @@ AXES = (
 SCRIPT_AXES = ("gpu", "gpu_vram_bytes", "fix")
 _UNSET = "none"
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
-_FIX_SEPARATOR = re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, ALL_FIXES))})(?![\w-]))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +164,9 @@ def _split(name: str, value: Any) -> list[Any]:
         items: list[Any] = [item.strip() for item in value.split(",")]
     else:
         items = list(value) if isinstance(value, Iterable) else [value]
+        nested = [item for item in items if isinstance(item, Iterable) and not isinstance(item, str)]
+        if nested or isinstance(value, Mapping | bytes):
+            raise UsageError(f"an axis has a value with parts: {name}", value=repr(value), hint="give a list of values")
     if not items or "" in items:
         raise UsageError(f"an axis has an empty value: {name}", value=repr(value), hint="separate values by commas")
     return list(dict.fromkeys(items))
@@ -174,9 +176,22 @@ def _parse_fix(text: str) -> str:
     """Return one value of `--fix` in a sweep (none, auto, or names joined by +) as `memprof profile` takes it."""
     if text in (NO_FIX, SEARCH):
         return text
-    names = ",".join(_FIX_SEPARATOR.split(text))
+    parts: list[str] = []
+    for part in text.split("+"):
+        if parts and part.partition("=")[0].strip() not in ALL_FIXES and _has_text_value(parts[-1]):
+            parts[-1] += f"+{part}"  # such a value has a + where `memprof profile` has one
+        else:
+            parts.append(part)
+    if not all(map(str.strip, parts)):
+        raise UsageError("a name of a fix is missing", value=repr(text), hint="join fixes by one +")
+    names = ",".join(parts)
     parse_fixes(names, ALL_FIXES)
     return names
+
+
+def _has_text_value(part: str) -> bool:
+    name, separator, _ = part.partition("=")
+    return bool(separator) and name.strip() in ALL_FIXES and ALL_FIXES[name.strip()].main_type is str
 
 
 def _check_count(values: Mapping[str, Sequence[Any]]) -> None:

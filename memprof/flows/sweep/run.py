@@ -65,6 +65,7 @@ def run_sweep(
         ended = "interrupted"
     finally:
         sweep.end()
+    note = "; ".join(filter(None, (note, sweep.describe_unstored())))
     return Sweep(
         axes=grid.axes,
         rows=sweep.build_rows(),
@@ -119,7 +120,7 @@ class _Sweep:
         self._foreign: deque[int] = deque()  # claimed by another sweep
         self._futures: dict[Future[dict[str, object]], int] = {}
         self._claims: dict[int, str] = {}
-        self._num_done = self._num_failed = 0
+        self._num_done = self._num_failed = self._num_unstored = 0
         self._start, self._start_done = time.monotonic(), 0
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class _Sweep:
             raise UsageError("a worker has other versions than this process", value=values["refused"], hint=hint)
         answer = CellAnswer.from_json(values)
         if answer.how == "run" and self._store is not None:
-            self._store.save(self._make_key(index), answer.to_json())
+            self._num_unstored += self._store.save(self._make_key(index), answer.to_json()) is False
         self._release(index)
         self._conclude(index, answer)
         return None
@@ -354,6 +355,13 @@ class _Sweep:
             self._flush()
         for index in [*self._claims]:
             self._release(index)
+
+    def describe_unstored(self) -> str:
+        """Return how many answers could not be stored, and why; "" if all were."""
+        if not self._num_unstored or self._shared is None:
+            return ""
+        noun = "answer" if self._num_unstored == 1 else "answers"
+        return f"{self._num_unstored:,} {noun} could not be stored ({self._shared.error})"
 
     def _flush(self) -> None:
         """Write the answers that the store has not yet written."""

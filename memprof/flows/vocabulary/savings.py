@@ -173,6 +173,7 @@ def _build_memory(name: str, rows: int, trace: Trace, document: Report) -> Vocab
         peak_bytes=document.peak.allocated_bytes,
         required_bytes=document.verdict.required_bytes,
         fits=document.verdict.fits,
+        pages=document.pages,
     )
 
 

@@ -31,6 +31,7 @@ class RunDescription:
     failure: str | None  # The error that ended the run early.
     notes: tuple[str, ...] = ()  # Notes on values that the file lacks, or has in another form.
     peak_at: str | None = None  # Stage, step and micro-batch of the allocated peak; None: unknown.
+    pages: bool = False  # Whether it fits, and some of the memory that GPU and host share pages.
     # Categories over time, for the HTML page; None: not in the file, or read from JSON.
     over_time: OverTime | None = field(default=None, compare=False, repr=False, metadata=json_name(None))
 

@@ -15,6 +15,7 @@ class PatchedNeed:
     required_bytes: int  # Device memory with which no allocation that was seen fails, CUDA context included.
     oom_step: int | None  # The training step in which memory runs out, or will; None: it does not, or before any.
     oom_stage: str | None = None  # The stage in which it runs out, if it was seen to.
+    pages: bool = False  # Whether it fits, and some of the memory that GPU and host share pages.
 
 
 @dataclass(frozen=True, slots=True)

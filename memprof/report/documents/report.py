@@ -103,6 +103,8 @@ class Verdict:
     # Whether expandable segments, which torch's message advises, would let the failed allocation of a run that ended
     # there succeed; None: nothing to advise.
     expandable_segments_help: bool | None = None
+    # Of MPS: the length of Metal's buffers, if the failed allocation is one tensor that reaches it; else None.
+    max_buffer_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,11 @@ class Report(DisplayedDocument):
         return self.verdict.fits and not self.paged_bytes
 
     @property
+    def pages(self) -> bool:
+        """Return whether a run fits, and some of the memory that GPU and host share pages."""
+        return bool(self.verdict.fits and self.paged_bytes)
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether the run was measured on a CPU, which has no CUDA context and no caching allocator."""
         is_old_report = self.model_state is None  # these have no bridge either
@@ -234,6 +241,8 @@ class Report(DisplayedDocument):
             del values["bridge"]["nccl_group_bytes"]
         if self.paged_bytes:
             values["verdict"]["paged_bytes"] = self.paged_bytes
+        if self.verdict.max_buffer_bytes is None:
+            del values["verdict"]["max_buffer_bytes"]
         if self.rank is not None:
             values["rank"] = {key: value for key, value in values["rank"].items() if value or key not in _RANK_OPTIONAL}
         return {name: values[name] for name in values if name not in omitted}
@@ -368,6 +377,7 @@ def _build_verdict(ledger: Ledger, outside_bytes: int, growth: Growth | None) ->
         host_over_bytes=host_over_bytes,
         oom_callers=tuple(trace.sources[one.source] for one in trace.list_callers(oom.storage)) if oom else (),
         expandable_segments_help=_try_expandable_segments(run) if trace.ended_out_of_memory else None,
+        max_buffer_bytes=oom.max_buffer_bytes if oom else None,
     )
 
 

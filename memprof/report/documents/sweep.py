@@ -66,7 +66,7 @@ class Sweep(DisplayedDocument):
     axes: tuple[SweepAxis, ...]
     rows: tuple[SweepRow, ...]
     ended: str = "complete"  # complete, interrupted, or stopped: the executor failed.
-    note: str = ""  # Why it stopped.
+    note: str = ""  # Why it stopped, and how many answers could not be stored.
     seconds: float = 0.0  # Of the whole sweep.
     store: str | None = None  # Where answers are stored.
     assumptions: tuple[str, ...] = ()

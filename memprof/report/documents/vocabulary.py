@@ -46,6 +46,7 @@ class VocabularyMemory:
     peak_bytes: int | None  # Most allocated at once.
     required_bytes: int | None  # Of the GPU, with the CUDA context.
     fits: bool | None
+    pages: bool = False  # Whether it fits, and some of the memory that GPU and host share pages.
 
 
 @dataclass(frozen=True, slots=True)

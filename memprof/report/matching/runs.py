@@ -116,6 +116,7 @@ def convert_report(document: Report, file: str, format: str) -> ComparedRun:
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=old_report_notes if state is None else (),
             peak_at=format_stage(peak.stage, peak.step, peak.micro_batch),
+            pages=document.pages,
             over_time=document.over_time,
         ),
         settings=settings,

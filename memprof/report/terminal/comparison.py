@@ -83,7 +83,9 @@ def _describe_side(side: RunDescription) -> str:
     text = f"{kind} {side.device}" if side.device else recording
     if side.failure is not None:
         return f"{text}; it failed: {side.failure}"
-    return text if side.fits is None else f"{text}, {'fits' if side.fits else 'does not fit'}"
+    if side.fits is None:
+        return text
+    return f"{text}, {'fits, but pages' if side.pages else 'fits' if side.fits else 'does not fit'}"
 
 
 def render_settings(document: Comparison) -> RenderableType:

@@ -36,7 +36,7 @@ def _format_verdict(need: PatchedNeed) -> str:
     if need.fits is None:
         return "no verdict"
     if need.fits:
-        return "fits"
+        return "fits, but pages" if need.pages else "fits"
     if need.oom_stage is not None:
         return f"runs out of memory in {describe_stage(need.oom_stage, need.oom_step or 0)}"
     return "does not fit" if need.oom_step is None else f"runs out of memory in step {need.oom_step:,}"

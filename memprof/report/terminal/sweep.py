@@ -62,9 +62,12 @@ def _render_verdict(document: Sweep) -> RenderableType:
     if counts:
         lines.append(dim(f"{', '.join(counts)}{cached}, in {format_seconds(document.seconds, 1)}"))
     if document.ended != "complete":
-        why = "interrupted" if document.ended == "interrupted" else f"stopped: {document.note}"
+        why = "interrupted" if document.ended == "interrupted" else "stopped"
+        note = f": {document.note}" if document.note else ""
         go_on = "" if document.store is None else "; the same command goes on from the answers so far"
-        lines.append(Text(f"The sweep was {why}{go_on}.", style="yellow"))
+        lines.append(Text(f"The sweep was {why}{note}{go_on}.", style="yellow"))
+    elif document.note:
+        lines.append(Text(f"{document.note}.", style="yellow"))
     return Group(*lines, Text(""))
 
 

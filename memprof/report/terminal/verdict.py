@@ -109,6 +109,9 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         need += f", {format_bytes(required_bytes - total_bytes)} more than there is"
     used += f" in use{_describe_waste(document, usable_bytes)}"
     text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used}."
+    if verdict.max_buffer_bytes is not None:
+        limit = format_bytes(verdict.max_buffer_bytes)
+        text = f"Metal refuses a tensor of {tried} in {where}: its buffers are below {limit}."
     view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
     if not with_message:
         return view

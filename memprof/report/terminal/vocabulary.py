@@ -94,7 +94,7 @@ def _render_savings(savings: CapSavings) -> RenderableType:
     if savings.capped:
         table.add_row("saved", "", *(format_bytes(sum_saved_bytes(savings.before, m)) for m in savings.capped))
     if savings.before.fits is not None:
-        table.add_row("fits", *("yes" if memory.fits else "no" for memory in memories))
+        table.add_row("fits", *("pages" if memory.pages else "yes" if memory.fits else "no" for memory in memories))
     title, legend = "by arithmetic alone, nothing was run", "saved: the sum of the rows above."
     if savings.source == SIMULATED:
         title, legend = f"simulated on a virtual {savings.gpu}", "saved: of what the GPU must have."

@@ -108,8 +108,25 @@ def test_at_the_limit_the_cache_is_released_first():
     assert (allocator.counters.reserved_bytes, allocator.statistics.num_alloc_retries) == (5 * GIB, 1)
 
 
+@pytest.mark.parametrize(
+    ("memory", "share", "largest"),
+    [(8, 2 / 3, 4), (16, 2 / 3, 8), (32, 2 / 3, 16), (64, 3 / 4, 36), (96, 3 / 4, 54)],
+)
+def test_a_buffer_is_below_three_quarters_of_the_working_set(memory, share, largest):
+    """As machines with so many GiB of memory print it."""
+    allocator = make(int(memory * share * GIB), high=0.0)  # which no setting changes
+    allocator.malloc(largest * GIB - 1)
+    allocator.free(allocator.malloc(MIB))
+    with pytest.raises(OutOfMemory, match=rf"^Invalid buffer size: {largest}\.00 GiB$") as error:
+        allocator.malloc(largest * GIB)
+    assert error.value.report.max_buffer_bytes == largest * GIB
+    allocator.lift_limit()
+    assert allocator.malloc(largest * GIB).size == largest * GIB
+
+
 def test_a_ratio_of_zero_is_no_limit():
-    assert make(GIB, high=0.0).malloc(100 * GIB).size == 100 * GIB
+    allocator = make(GIB, high=0.0)
+    assert sum(allocator.malloc(GIB // 2).size for _ in range(200)) == 100 * GIB
 
 
 def test_above_the_low_watermark_old_buffers_are_released():

@@ -307,6 +307,25 @@ def test_what_helps_against_fragmentation_is_what_the_release_has(version: str, 
     assert found.steps[0].command == command
 
 
+@pytest.mark.parametrize(
+    ("backend", "first"),
+    [
+        ("hip", "export PYTORCH_HIP_ALLOC_CONF=max_split_size_mb:128"),
+        ("xpu", "memprof analyze SNAPSHOT"),
+    ],
+)
+def test_expandable_segments_are_advised_with_cuda_alone(backend: str, first: str):
+    """ROCm's own message advises them, and they may hang there; XPU has none."""
+    gaps = full_gpu(3 * GIB, allocated_bytes=4 * GIB, reserved_bytes=7 * GIB, backend=backend)
+    refused = full_gpu(0, allocated_bytes=2 * GIB, reserved_bytes=2 * GIB, free_bytes=6 * GIB, backend=backend)
+    (found,) = diagnoses("torch.OutOfMemoryError: " + gaps.message())
+    assert found.cause is Cause.FRAGMENTATION
+    assert next(step.command for step in found.steps if step.command) == first
+    (other,) = diagnoses("torch.OutOfMemoryError: " + refused.message())
+    assert other.cause is Cause.FREE_REFUSED
+    assert all("expandable" not in step.command for step in (*found.steps, *other.steps))
+
+
 def test_before_max_split_size_a_newer_torch_is_all_there_is():
     text = (
         "CUDA out of memory. Tried to allocate 64.00 MiB (GPU 0; 8.00 GiB total capacity; 4.00 GiB already allocated; "

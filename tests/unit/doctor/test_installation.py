@@ -315,6 +315,19 @@ def test_the_setting_that_mends_another(text: str, release: str, name: str, comm
     assert check.command == command
 
 
+def test_expandable_segments_are_not_advised_with_rocm():
+    """Where two settings cancel each other, the same variables with CUDA have the advice to set them alone."""
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}
+    by_build = {}
+    for hip in (None, "7.1"):
+        place = environment(torch_hip=hip, variables=variables)
+        found = check_installation(place, NvmlSample(), HostLimits(), {}.get, PrivateNames()).findings
+        by_build[hip] = [check.command for check in found if "ALLOC_CONF" in check.problem]
+    assert by_build == {
+        None: ["export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"], "7.1": ["unset PYTORCH_CUDA_ALLOC_CONF"],
+    }  # fmt: skip
+
+
 def test_settings_that_are_fine_in_their_release():
     assert problems("max_split_size_mb:64", "2.9", "PYTORCH_ALLOC_CONF") == []
     both = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

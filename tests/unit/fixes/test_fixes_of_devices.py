@@ -4,8 +4,9 @@ import pytest
 
 from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
-from memprof.fixes.catalog import FIXES, check_device, check_installed, find_device_reason
+from memprof.fixes.catalog import FIXES, check_device, check_installed, find_device_reason, find_precision_reason
 from memprof.flows.gpus import make_device_facts
+from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.recommend.plans import Goal, list_tiers
 from memprof.flows.recommend.single_gpu_scripts import build_scripts
 from memprof.spec import TargetSpec
@@ -29,6 +30,31 @@ def test_each_gpu_has_its_fixes(name, left_out):
     gpu = find_gpu(name)
     for device in (gpu, make_device_facts(gpu)):
         assert {name for name, fix in FIXES.items() if find_device_reason(fix, device) is not None} == left_out
+
+
+@pytest.mark.parametrize("gpu", ["v100-16gb", "t4", "rtx-2080-ti", "gtx-1080-ti", "a100-80gb", "mi300x", "m4-max-64gb"])
+def test_a_search_takes_the_half_precision_of_the_gpu(gpu):
+    half = "bfloat16" if gpu in ("a100-80gb", "mi300x", "m4-max-64gb") else "float16"
+    of_half = ("bfloat16", "float16", "amp-bfloat16", "amp-float16")
+    for trains in (True, False):
+        taken = {n for n in of_half if find_precision_reason(FIXES[n], find_gpu(gpu), trains=trains) is None}
+        assert taken == {half, f"amp-{half}"} - ({"float16"} if trains else set())
+    others = FIXES.keys() - of_half
+    assert not any(find_precision_reason(FIXES[name], find_gpu(gpu), trains=True) for name in others)
+    check_device([FIXES["bfloat16"]], find_gpu(gpu))  # who names it has it
+
+
+@pytest.mark.parametrize(("gpu", "amp"), [("t4", "amp-float16"), ("a10", "amp-bfloat16")])
+def test_what_is_searched_and_what_is_left_out(gpu, amp):
+    runs = SpecRuns(TargetSpec(model="1M", model_is_size=True, context_length=64, dtype="float32", gpu=gpu))
+    left_out = {}
+    names = ["chunked-loss", "amp-bfloat16", "amp-float16", "bfloat16", "float16"]
+    taken = runs.select_for_search(names, left_out)
+    assert taken == ["chunked-loss", amp] + (["bfloat16"] if gpu == "a10" else [])
+    assert left_out == ({} if gpu == "a10" else {
+        "amp-bfloat16": "bfloat16 is slow on Tesla T4", "bfloat16": "bfloat16 is slow on Tesla T4",
+        "float16": "gradients and updates in float16 vanish",
+    })  # fmt: skip
 
 
 def test_what_a_gpu_has_not_is_an_error_by_name():

@@ -7,13 +7,18 @@ from memprof.device.catalog import find_gpu
 from memprof.flows.gpus import make_device_facts
 from memprof.flows.limit import _search_largest
 from memprof.flows.recommend.outcome import PAGING
+from memprof.report.matching.comparison_build import build_comparison
+from memprof.report.matching.runs import convert_report
+from memprof.report.matching.tolerance import Tolerance
+from memprof.report.terminal.comparison import render
+from memprof.report.terminal.console import to_text
 
 GIB = 1 << 30
 
 
 def run_gib(number):
     with memprof.virtual_gpu("m1-8gb") as gpu:
-        kept = torch.zeros(number * GIB // 4, device="mps")
+        kept = [torch.zeros(GIB // 4, device="mps") for _ in range(number)]
     del kept
     return gpu.trace, gpu.report()
 
@@ -31,6 +36,13 @@ def test_the_screen_of_a_run_that_pages_says_where():
     lines = [" ".join(line.split()) for line in str(run_gib(6)[1]).splitlines()]
     assert any(line.startswith("Fits, but pages: needs 6.00 GiB") for line in lines)
     assert any("<- peak" in line and line.endswith("pages") for line in lines)
+
+
+def test_a_comparison_says_that_a_run_pages():
+    runs = [convert_report(run_gib(number)[1], f"{number}.json", "memprof report") for number in (5, 6)]
+    text = to_text(render(build_comparison(*runs, Tolerance())), width=200)
+    assert "A: 5.json, simulated on a virtual Apple M1 (8 GB), fits\n" in text
+    assert "B: 6.json, simulated on a virtual Apple M1 (8 GB), fits, but pages\n" in text
 
 
 def test_a_run_would_page_up_to_the_limit_of_the_allocator():

@@ -56,11 +56,12 @@ class Stub:
     def take(self, num_bytes):
         self.peak[0] = max(self.peak[0], num_bytes)
 
-    def allocate(self, address, num_bytes, *, stream=0, pool=(0, 0)):
+    def allocate(self, address, num_bytes, *, stream=0, pool=(0, 0), pause=0):
         """As torch's allocator does it: written into its history, counted, and told to the profiler of this thread."""
         self.write("alloc", address, num_bytes, stream, pool)
         self.alive[address] = (num_bytes, stream, pool)
         self.requested += num_bytes
+        time.sleep(pause)
         report(address, -(-num_bytes // BLOCK) * BLOCK)
 
     def release(self, address, *, completes=True):

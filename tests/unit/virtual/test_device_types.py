@@ -137,23 +137,41 @@ def test_a_training_step_on_mps():
 
 def test_a_mac_refuses_only_above_its_high_watermark():
     with memprof.virtual_gpu("m1-8gb") as gpu:  # Metal recommends 16/3 GiB; 1.7 times of it are 9.07 GiB
-        kept = torch.zeros(2 * GIB, device="mps")
+        kept = [torch.zeros(GIB // 2, device="mps") for _ in range(4)]
     report = gpu.report()
     assert (report.verdict.fits, report.paged_bytes) == (True, 8 * GIB - int(16 / 3 * GIB))
     assert report.fits_in_memory is False  # at which searches aim
     assert report.to_json()["verdict"]["paged_bytes"] == report.paged_bytes
     assert "Fits, but pages: needs 8.00 GiB" in str(report)
     with memprof.virtual_gpu("m1-8gb") as gpu:
-        kept = torch.zeros(5 * GIB // 2, device="mps")
+        kept = [torch.zeros(GIB // 2, device="mps") for _ in range(5)]
     assert not gpu.report().verdict.fits
-    assert "max allowed: 9.07 GiB). Tried to allocate 10.00 GiB on shared pool" in gpu.report().verdict.oom_message
+    assert "max allowed: 9.07 GiB). Tried to allocate 2.00 GiB on shared pool" in gpu.report().verdict.oom_message
     del kept
+
+
+def test_a_mac_refuses_a_tensor_that_no_buffer_of_metal_holds():
+    """Three quarters of the working set, 4 of 5.33 GiB: memory is free, and the tensor is refused all the same."""
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        torch.zeros(4 * GIB - 1, dtype=torch.uint8, device="mps")
+    assert gpu.report().verdict.fits
+    with memprof.virtual_gpu("m1-8gb") as gpu:
+        small = torch.zeros(MIB, dtype=torch.uint8, device="mps")
+        torch.zeros(4 * GIB, dtype=torch.uint8, device="mps")
+        del small
+    report = gpu.report()
+    assert (report.verdict.fits, report.verdict.oom_message) == (False, "Invalid buffer size: 4.00 GiB")
+    assert report.to_json()["verdict"]["max_buffer_bytes"] == 4 * GIB
+    text = " ".join(str(report).split())
+    assert "Metal refuses a tensor of 4.00 GiB in code between stages: its buffers are below 4.00 GiB." in text
+    assert [found.id for found in report.findings if found.id in ("does-not-fit", "fragmentation")] == ["does-not-fit"]
+    assert "Metal's buffers on Apple M1 (8 GB) are below 4.00 GiB" in report.findings[0].title
 
 
 def test_the_program_sets_the_limit_of_mps():
     with memprof.virtual_gpu("m1-8gb") as gpu:
         torch.mps.set_per_process_memory_fraction(0.0)
-        kept = torch.zeros(5 * GIB // 2, device="mps")
+        kept = [torch.zeros(GIB // 2, device="mps") for _ in range(5)]
     assert gpu.report().verdict.fits
     del kept
     with memprof.virtual_gpu("m1-8gb"), pytest.raises(ValueError, match="Allowed range: 0~2"):
@@ -163,7 +181,7 @@ def test_the_program_sets_the_limit_of_mps():
 def test_host_tensors_count_where_memory_is_one():
     with memprof.virtual_gpu("m1-8gb") as gpu:
         host = torch.zeros(GIB)  # 4 GiB
-        kept = torch.zeros(5 * GIB // 4, device="mps")  # 5 GiB, below the 5.33 that Metal recommends
+        kept = [torch.zeros(5 * GIB // 8, device="mps") for _ in range(2)]  # 5 GiB, of the 5.33 that Metal recommends
     assert gpu.report().paged_bytes == 1 * GIB
     del host, kept
 
@@ -193,7 +211,7 @@ def enter_strict(machine):
 @pytest.mark.parametrize(
     ("machine", "kind", "words"),
     [
-        ("m1-8gb", RuntimeError, "RuntimeError: MPS backend out of memory (MPS allocated: 0 bytes, other"),
+        ("m1-8gb", RuntimeError, "RuntimeError: Invalid buffer size: 400.00 GiB"),
         ("arc-b580", torch.OutOfMemoryError, "torch.OutOfMemoryError: XPU out of memory."),
         ("mi300x", torch.OutOfMemoryError, "torch.OutOfMemoryError: HIP out of memory."),
     ],
@@ -210,7 +228,7 @@ def test_memory_that_runs_out_raises_what_torch_raises(machine, kind, words):
 
 def test_a_run_that_ends_out_of_memory_on_mps_is_a_verdict():
     with pytest.raises(RuntimeError, match="MPS backend out of memory"), enter_strict("m1-8gb") as gpu:
-        torch.zeros(5 * GIB // 2, device="mps")
+        _kept = [torch.zeros(GIB // 2, device="mps") for _ in range(5)]
     assert gpu.trace.ended_out_of_memory and gpu.trace.failure is None
 
 
@@ -313,7 +331,7 @@ def test_only_cuda_runs_recurrent_layers_on_cudnn(device):
 
 def test_a_capture_keeps_the_backend(tmp_path):
     with memprof.virtual_gpu("m1-8gb") as gpu:
-        kept = torch.zeros(2 * GIB, device="mps")
+        kept = [torch.zeros(GIB // 2, device="mps") for _ in range(4)]
     gpu.save(tmp_path / "run.json")
     report = memprof.load(tmp_path / "run.json")
     assert (report.device, report.peak.allocated_bytes) == (gpu.report().device, 8 * GIB)
@@ -324,7 +342,7 @@ def test_a_capture_keeps_the_backend(tmp_path):
 
 def test_a_run_on_mps_is_no_snapshot():
     with memprof.virtual_gpu("m1-8gb") as gpu:
-        torch.zeros(GIB, device="mps")
+        torch.zeros(GIB // 4, device="mps")
     with pytest.raises(UsageError, match="a run on MPS has no snapshot"):
         convert_to_snapshot(gpu.trace, AllocatorConfig(), None)
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -169,3 +170,19 @@ def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(UsageError, match="cannot be written to: Read-only file system"):
         Store(tmp_path / "answers").make_folder()
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+    """Killed sweeps withdraw no claims; those of other machines end after a minute."""
+    store, claim = Store(tmp_path), tmp_path / f".{KEYS[0]}.claim.answer"
+    assert store.claim(KEYS[0]) and not store.claim(KEYS[0])
+    here = claim.read_bytes()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pid = b"%d" % ended.pid
+    for content, is_free in ((b"", False), (pid + b" elsewhere", False), (pid + here[here.index(b" ") :], True)):
+        claim.write_bytes(content)
+        assert store.claim(KEYS[0]) is is_free
+    assert claim.read_bytes() == here
+    os.utime(claim, (time.time() - 61,) * 2)
+    assert store.claim(KEYS[0])

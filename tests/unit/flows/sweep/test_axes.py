@@ -31,6 +31,14 @@ def test_a_fix_is_none_or_auto_or_names_joined_by_plus():
     assert grid.cells[2].question.command.endswith("--fix chunked-loss=64,activation-checkpointing")
 
 
+def test_the_part_that_is_no_fix_is_named():
+    with pytest.raises(UsageError) as raised:
+        build_spec_grid({**MODEL, "fix": "bfloat16+chunked-los"})
+    assert raised.value.value == "'chunked-los'" and "chunked-loss" in str(raised.value.hint)
+    (cell,) = build_spec_grid({**MODEL, "fix": "freeze=a*+b*+chunked-loss"}).cells
+    assert cell.question.fix == "freeze=a*+b*,chunked-loss"
+
+
 def test_a_capacity_is_no_name():
     grid = build_spec_grid({**MODEL, "gpu_vram_bytes": "8,24GB"})
     assert [cell.question.spec.gpu_vram_bytes for cell in grid.cells] == [8 * GIB, 24 * 10**9]
@@ -48,6 +56,10 @@ def test_a_capacity_is_no_name():
         ({**MODEL, "batch_size": "1,two"}, "--batch-size: not a whole number"),
         ({**MODEL, "dtype": "float32,float8"}, "unknown --dtype"),
         ({**MODEL, "fix": "none,chunked-los"}, "unknown fix"),
+        ({**MODEL, "fix": "chunked-loss+"}, "a name of a fix is missing"),
+        ({**MODEL, "fix": "chunked-loss++bfloat16"}, "a name of a fix is missing"),
+        ({**MODEL, "gpu": {"t4": 1}}, "an axis has a value with parts: gpu"),
+        ({**MODEL, "batch_size": [1, [2]]}, "an axis has a value with parts: batch_size"),
         ({**MODEL, "batchsize": 1}, "unknown option of a sweep"),
         ({**MODEL, "batch_size": range(1, 1001), "context_length": range(1, 1001)}, "the sweep has too many cells"),
     ],

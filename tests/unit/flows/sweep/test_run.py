@@ -1,5 +1,7 @@
 """A sweep drives an executor: few runs, none lost, none twice, and a valid table whatever happens."""
 
+import errno
+import os
 import threading
 from collections import Counter
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
@@ -11,6 +13,8 @@ from memprof.errors import UsageError
 from memprof.flows.sweep.axes import build_spec_grid
 from memprof.flows.sweep.run import run_sweep
 from memprof.report.documents.sweep import Sweep
+from memprof.report.terminal.console import to_text
+from memprof.report.terminal.sweep import render
 
 GRID = {
     "model": "pythia-70m", "gpu_vram_bytes": "1,2,3", "context_length": "32,64,128,256,512", "batch_size": "1,2,4,8,16",
@@ -165,6 +169,19 @@ def test_answers_that_cannot_be_stored_end_the_sweep_with_its_table(tmp_path, mo
     document = _sweep(Formula(), f"memory://{tmp_path}", exact=True)
     assert document.ended == "stopped" and document.note.startswith("answers cannot be stored")
     assert "403 Forbidden" in document.note and document.count("run") > 0
+
+
+def test_a_full_disk_costs_the_answers_of_the_next_sweep_alone(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        document = _sweep(Formula(), tmp_path, exact=True)
+    assert document.ended == "complete" and document.count("run") == 75 and not [*tmp_path.iterdir()]
+    assert document.note == "75 answers could not be stored (No space left on device)"
+    assert "75 answers could not be stored (No space left on device)." in to_text(render(document), width=100)
+    assert _table(_sweep(Formula(), tmp_path, exact=True)) == _table(document)
 
 
 def test_progress_counts_cells_and_the_time_to_go(tmp_path):

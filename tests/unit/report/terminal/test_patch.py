@@ -31,6 +31,8 @@ def test_verdicts():
     assert "; runs out of memory in step 7 -> runs out of memory in step 9\n" in texts[0].replace("\n  of", " of")
     assert "; fits\n" in texts[1]
     assert "; does not fit -> fits\n" in texts[2]
+    pages = dataclasses.replace(FITS, pages=True)
+    assert "; fits, but pages -> fits\n" in to_text(render_patch(dataclasses.replace(PATCH, before=pages)), width=200)
     places = [dataclasses.replace(FULL, oom_stage=stage) for stage in ("logits", "backward")]
     text = to_text(render_patch(dataclasses.replace(PATCH, before=places[0], after=places[1])), width=200)
     assert "; runs out of memory in logits of step 7 -> runs out of memory in backward of step 7\n" in text

@@ -55,10 +55,12 @@ def test_signs_say_what_was_not_run():
     assert "~1.25" in text and "<= 1.50" in text and ">= 1.50" in text and "--exact" in text
 
 
-@pytest.mark.parametrize(("ended", "said"), [("interrupted", "interrupted"), ("stopped", "stopped: it broke")])
-def test_an_end_before_its_time_is_said(ended, said):
+@pytest.mark.parametrize(
+    ("ended", "note", "said"), [("interrupted", "", "interrupted"), ("stopped", "it broke", "stopped: it broke")]
+)
+def test_an_end_before_its_time_is_said(ended, note, said):
     document = change_answer(make_sweep(**SMALL), 0, how="left", fits=None)
-    document = dataclasses.replace(document, ended=ended, note="it broke")
+    document = dataclasses.replace(document, ended=ended, note=note)
     text = to_text(render(document, quiet=True), width=100)
     assert "10 of 12 cells fit, 1 are left." in text
     assert f"The sweep was {said}; the same command goes on" in text
