@@ -60,7 +60,7 @@ class Stage:
     measured_peak_bytes: int | None = None
     measured_reserved_bytes: int | None = None
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
-    source: str | None = field(default=None, metadata=json_name(None))  # of own code: the line that allocates most
+    source: str | None = None  # Of own code: the line that allocates most.
 
 
 def build_stages(

@@ -215,9 +215,10 @@ def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
     """Return whether a suggestion comes after others, however little it costs: it saves little, or makes room of pieces
     where something else is the cause."""
     is_in_pieces = any(one.is_decisive and one.id == "fragmentation" for one in document.findings[:1])
-    return suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes or (
-        suggestion.fix == "expandable-segments" and not is_in_pieces
-    )
+    fix = None if suggestion.fix is None else FIXES[suggestion.fix.partition("=")[0]]
+    is_of_allocator = fix is not None and bool(fix.alloc_conf)
+    saves_little = suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes
+    return saves_little or (is_of_allocator and not is_in_pieces)
 
 
 def _describe_suggestion(suggestion: Suggestion) -> str:
