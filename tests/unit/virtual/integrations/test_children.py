@@ -173,7 +173,7 @@ def test_a_program_that_is_imported_again_finds_its_stubs(
     del sys.modules["imported_again"]
 
 
-@pytest.mark.parametrize("use", ["set_device(0)", "device(0).__enter__()", "synchronize()"])
+@pytest.mark.parametrize("use", by_day(["set_device(0)", "device(0).__enter__()", "synchronize()"], "synchronize()"))
 def test_a_child_that_uses_the_gpu_is_refused_at_its_first_call(use: str) -> None:
     code = f"import torch; assert torch.cuda.is_available(); torch.cuda.{use}"
     with VirtualGpu(GPU) as gpu:
