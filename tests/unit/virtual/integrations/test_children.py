@@ -49,8 +49,18 @@ def test_it_finds_the_probe(tmp_path: Path, way: str) -> None:
     assert "_TorchCudaImportHook" not in written.read_text(), "nothing is left behind"
 
 
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"a shell", "a child's child"}))
-@pytest.mark.parametrize("told", [["-I"], ["-E"], ["-B", "-W", "ignore", "-sEu"]])
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("subprocess", ["-I"]),
+        ("its own environment", ["-E"]),
+        ("a path of its own", ["-B", "-W", "ignore", "-sEu"]),
+        ("as bytes", ["-I"]),
+        ("os.spawnv", ["-E"]),
+        ("os.spawnle", ["-B", "-W", "ignore", "-sEu"]),
+        ("posix_spawn", ["-I"]),
+    ],
+)
 def test_one_that_hears_no_environment_finds_it_too(tmp_path: Path, way: str, told: list[str]) -> None:
     written = tmp_path / "finders"
     with VirtualGpu(GPU):
