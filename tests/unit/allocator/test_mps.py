@@ -122,12 +122,27 @@ def test_above_the_low_watermark_old_buffers_are_released():
     assert allocator.counters.reserved_bytes == (1400 + 800) * MIB
 
 
+def test_the_space_of_a_larger_buffer_ends_the_pressure():
+    allocator = make(4 * GIB, high=2.0, low=0.25)  # pressure from 1 GiB - 1 MiB on
+    for buffer in [allocator.malloc(700 * MIB) for _ in range(2)]:
+        allocator.free(buffer)
+    allocator.malloc(100 * MIB)  # where the first one was; the second one is not released
+    assert allocator.counters.reserved_bytes == 1400 * MIB
+
+
 def test_torchs_variables_set_the_ratios():
     config, origin = config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}, backend="mps")
     assert (config.mps_high_watermark_ratio, config.mps_low_watermark_ratio) == (0.0, 1.4)
     assert origin == "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
     assert config_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "nonsense"}, backend="mps")[1] is None
     assert config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "9"})[1] is None  # nothing to CUDA
+
+
+@pytest.mark.parametrize(("high", "low"), [("2.0", "2.0"), ("0.0", "0.0"), ("1.0", "1.0")])
+def test_ratios_that_torch_takes(high, low):
+    variables = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": high, "PYTORCH_MPS_LOW_WATERMARK_RATIO": low}
+    config, _ = config_from_environment(variables, backend="mps")
+    assert (config.mps_high_watermark_ratio, config.mps_low_watermark_ratio) == (float(high), float(low))
 
 
 @pytest.mark.parametrize(("high", "low"), [("2.1", "1"), ("-1", "0"), ("1.0", "1.1"), ("x", "1")])
