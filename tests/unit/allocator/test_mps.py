@@ -55,6 +55,19 @@ def test_a_freed_buffer_keeps_its_size_for_the_next_request():
     assert (again.size, allocator.counters.allocated_bytes) == (40 * MIB, 40 * MIB)
 
 
+def test_statistics_have_peaks_and_all_that_was_ever_allocated():
+    allocator = make()
+    allocator.malloc(100)
+    allocator.free(allocator.malloc(2 * MIB))
+    found = allocator.stats()
+    both, requested = 2 * MIB + 256, 2 * MIB + 100
+    for name, values in {
+        "allocation.all": (1, 2, 2), "allocated_bytes.all": (256, both, both),
+        "requested_bytes.all": (100, requested, requested), "allocated_bytes.large_pool": (0, 2 * MIB, 2 * MIB),
+    }.items():  # fmt: skip
+        assert tuple(found[f"{name}.{what}"] for what in ("current", "peak", "allocated")) == values, name
+
+
 def test_a_buffer_more_than_32_mib_too_large_is_not_taken():
     allocator = make()
     allocator.free(allocator.malloc(40 * MIB + 256))
