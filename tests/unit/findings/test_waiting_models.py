@@ -80,6 +80,7 @@ def test_of_two_turns_nobody_knows() -> None:
     [
         ([1, 2, 3], (3, [0, 1])),
         ([0, 1, 2, 3], (4, [0, 1, 2])),
+        ([1], None),
         ([1, 2], None),
         ([0, 1, 2], None),
         ([1, 2, 2], None),
