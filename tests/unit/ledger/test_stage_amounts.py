@@ -71,9 +71,12 @@ def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     """Of a line of a library, the line that called it; modules have a name instead."""
     b = TraceBuilder()
     b.phase(PhaseKind.OTHER)
-    b.alloc(100, line="train.py:3 main")
     largest = b.alloc(700, line="functional.py:8 one_hot")
-    b.trace.callers = [Caller(largest, b.trace.sources.index("train.py:3 main"), "one_hot")]
+    b.alloc(100, line="train.py:4 main")
+    b.trace.sources += ["losses.py:2 dice", "train.py:3 main"]
+    b.trace.callers = [
+        Caller(largest, b.trace.sources.index(line), "one_hot") for line in ("losses.py:2 dice", "train.py:3 main")
+    ]
     b.phase(PhaseKind.FORWARD)
     b.enter("first", "Linear", ModuleRole.CHILD)
     b.alloc(900, line="model.py:5 forward")
