@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,9 +139,3 @@ CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "the whole script": _all_of_it,
     "what would fit this GPU, or how many of them it takes": _recommended,
 }
-
-
-def commands_in(text: str) -> list[str]:
-    """The commands of memprof that stand alone on a line of an output, continued lines joined."""
-    joined = re.sub(r" \\\n\s*", " ", text)
-    return re.findall(r"^ *(?:Saved: )?(memprof [a-z]+ .+)$", joined, re.MULTILINE)

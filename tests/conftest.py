@@ -132,10 +132,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow modules first; workers take modules in this order (`--no-loadscope-reorder`)."""
     left_out = {"check": ("slow", "nightly"), "test": ("nightly",)}.get(config.getoption("--lane"), ())
-    for name in left_out:
-        found = [item for item in items if item.get_closest_marker(name)]
-        config.hook.pytest_deselected(items=found)
-        items[:] = [item for item in items if item not in found]
+    found = {item for item in items if any(item.get_closest_marker(name) for name in left_out)}
+    config.hook.pytest_deselected(items=list(found))
+    items[:] = [item for item in items if item not in found]
     items.sort(key=lambda item: next((i for i, part in enumerate(_SLOWEST) if f"tests/{part}" in item.nodeid), 99))
 
 

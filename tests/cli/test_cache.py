@@ -11,7 +11,7 @@ from memprof.flows.cache import results
 from tests.processes import ROOT
 from tests.unit.test_architecture import _modules
 
-GPT2 = ("profile", "--model", "gpt2", "--context-length", "64")
+SMALL = ("profile", "--model-size", "1M", "--context-length", "64")
 
 
 @pytest.fixture(autouse=True)
@@ -22,31 +22,31 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_same_question_has_the_same_answer_from_the_cache(memprof, folder, tmp_path):
-    memprof(*GPT2, "--no-cache")  # libraries set variables of their own when they are imported
-    first, second = memprof(*GPT2), memprof(*GPT2)
+    memprof(*SMALL, "--no-cache")  # libraries set variables of their own when they are imported
+    first, second = memprof(*SMALL), memprof(*SMALL)
     assert "from the cache" not in first.stderr
     assert second.stdout == first.stdout and second.exit_code == first.exit_code == 0
     (line,) = second.stderr.splitlines()
     assert line.startswith("memprof: from the cache, simulated ") and "--no-cache" in line
-    assert "from the cache" not in memprof(*GPT2, "--no-cache").stderr
-    assert memprof(*GPT2, "-q").stderr == ""
-    assert memprof(*GPT2, "--json").json["command"] == "profile"
+    assert "from the cache" not in memprof(*SMALL, "--no-cache").stderr
+    assert memprof(*SMALL, "-q").stderr == ""
+    assert memprof(*SMALL, "--json").json["command"] == "profile"
     # Another question, and what needs every event.
-    assert "from the cache" not in memprof(*GPT2, "--batch-size", "2").stderr
-    assert "from the cache" not in memprof(*GPT2, "--save", tmp_path / "a.memprof").stderr
+    assert "from the cache" not in memprof(*SMALL, "--batch-size", "2").stderr
+    assert "from the cache" not in memprof(*SMALL, "--save", tmp_path / "a.memprof").stderr
     assert memprof("show", tmp_path / "a.memprof").stdout == first.stdout
 
     listed = memprof("cache").stdout.splitlines()
-    assert listed[0].startswith(f"{folder}: 2 answers, ") and "memprof profile --model gpt2" in listed[1]
+    assert listed[0].startswith(f"{folder}: 2 answers, ") and "memprof profile --model-size 1M" in listed[1]
     asked = {row["asked"] for row in memprof("cache", "--json").json["answers"]}
     assert asked == {
-        f"memprof {' '.join(GPT2)} --save {tmp_path}/a.memprof",
-        f"memprof {' '.join(GPT2)} --batch-size 2",
+        f"memprof {' '.join(SMALL)} --save {tmp_path}/a.memprof",
+        f"memprof {' '.join(SMALL)} --batch-size 2",
     }
     for path in folder.iterdir():
         path.write_bytes(path.read_bytes()[:-20])
     assert "damaged: not used" in memprof("cache").stdout
-    again = memprof(*GPT2)
+    again = memprof(*SMALL)
     assert again.stdout == first.stdout and "from the cache" not in again.stderr
     assert memprof("cache", "--clear").stdout == f"2 answers removed from {folder}\n"
     assert not folder.exists()
@@ -58,7 +58,7 @@ def test_without_a_cache_nothing_is_kept(memprof, folder, monkeypatch):
     assert memprof("cache", "--json").json["folder"] is None
     folder.write_text("a file is in the way")
     monkeypatch.setenv("MEMPROF_CACHE", str(folder))
-    assert memprof(*GPT2).exit_code == 0 and memprof(*GPT2).stderr == ""
+    assert memprof(*SMALL).exit_code == 0 and memprof(*SMALL).stderr == ""
 
 
 def test_a_failed_run_is_not_kept(memprof, folder, tmp_path):
@@ -112,7 +112,7 @@ def test_two_processes_in_turn(tmp_path):
     """As people use it: all of it in processes of their own."""
     import subprocess
 
-    command = [sys.executable, "-m", "memprof", *GPT2]
+    command = [sys.executable, "-m", "memprof", *SMALL]
     environment = {**os.environ, "MEMPROF_CACHE": str(tmp_path / "own"), "PYTHONPATH": str(ROOT)}
     done = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
     assert done[0].stdout == done[1].stdout

@@ -103,12 +103,6 @@ def asked(memprof, script, monkeypatch) -> Callable[[Sequence[str]], Any]:
 
 
 @pytest.mark.parametrize("spec", RUNS)
-def test_a_script_is_run_by_its_command(asked, spec):
-    again, command, _ = asked(shlex.split(make_run_command(spec, SCRIPT))[1:])
-    assert (again, tuple(command)) == (spec, SCRIPT)
-
-
-@pytest.mark.parametrize("spec", RUNS)
 def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_path):
     run = saved("run", tmp_path)
     program = dataclasses.replace(run.program, asked=spec, command=SCRIPT)
@@ -128,8 +122,8 @@ def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_pat
             continue  # several GPUs, and what is measured, have no ladder
         if name == "later" and spec.until_exit:
             continue  # there are no later ones
-        again, _, request = asked(shlex.split(command)[1:])
-        assert again == spec.edit(**changes), what
+        again, words, request = asked(shlex.split(command)[1:])
+        assert (again, tuple(words)) == (spec.edit(**changes), SCRIPT), what
         assert request.is_search == (name == "fix")
 
 
@@ -157,12 +151,6 @@ def test_rows_of_a_script_have_all_options(asked, spec, monkeypatch):
     for fits, beyond in ((True, spec.beyond), (False, True), (None, True)):  # as the row itself was run
         again, _, _ = asked(shlex.split(runs.format_command(parse_fixes("chunked-loss"), fits=fits))[1:])
         assert again == spec.edit(fixes=("chunked-loss",), beyond=beyond)
-
-
-@pytest.mark.parametrize("spec", TARGETS)
-def test_a_target_is_run_by_its_command(asked, spec):
-    again, device, _ = asked(shlex.split(make_profile_command(spec))[1:])
-    assert_same(again, device, spec)
 
 
 def assert_same(again: TargetSpec, device: str, spec: TargetSpec) -> None:

@@ -220,7 +220,7 @@ def _replaced(tree: ast.Module) -> list[str]:
                 owner = owner.value
             if isinstance(owner, ast.Name) and owner.id in foreign:
                 found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
             owner = node.args[0]
             while isinstance(owner, (ast.Attribute, ast.Subscript)):
                 owner = owner.value

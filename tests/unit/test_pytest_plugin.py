@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python
+
 pytest_plugins = "pytester"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,10 +147,11 @@ def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 def test_a_suite(suite: pytest.Pytester) -> None:
     suite.makepyfile(SUITE)
-    result = run(suite, "-v", "-rA")
+    done = python("-m", "pytest", "-p", "memprof.pytest_plugin", "-v", "-rA", folder=suite.path)
+    lines = done.stdout.splitlines()
     outcomes = {
         line.split("::")[-1].split()[0]: line.split()[1]
-        for line in result.outlines
+        for line in lines
         if line.startswith("test_a_suite.py::") and line.endswith("%]")
     }
     assert outcomes == {
@@ -172,7 +175,7 @@ def test_a_suite(suite: pytest.Pytester) -> None:
         "test_no_number_of_gpus": "ERROR",
         "test_no_such_rank": "ERROR",
     }
-    shown = result.stdout
+    shown = pytest.LineMatcher(lines)
     shown.fnmatch_lines([
         "*_ test_is_over_its_limit _*",
         "memprof: does not fit: it takes 2.*GiB with cached memory and the CUDA context (* held to 2.00 GiB)",

@@ -54,4 +54,10 @@ def test_environment_variables_set_its_size_and_keep_it(monkeypatch):
 def test_an_allocation_of_a_product_is_a_workspace_by_its_size():
     workspace = CublasWorkspace(8, 4, True, True)
     assert [workspace.find_name("aten.addmv_", size) for size in (8, 4, 2)] == [WORKSPACE, LT_WORKSPACE, None]
-    assert [workspace.find_name(op, 8) for op in ("dot", "vdot", "aten.add")] == [WORKSPACE, WORKSPACE, None]
+    assert workspace.find_name("aten.add", 8) is None
+
+
+@pytest.mark.parametrize("op", ["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot"])
+def test_cublas_runs_products_of_matrices_and_vectors(op):
+    names = [op, f"{op}_"] if "add" in op else [op]
+    assert {CublasWorkspace(8, 4, True, True).find_name(f"aten.{name}", 8) for name in names} == {WORKSPACE}

@@ -59,6 +59,15 @@ def test_message(version):
     assert REPORT.message(parse_release(version)) == EXPECTED[version]
 
 
+def test_message_of_an_intel_gpu():
+    """c10/xpu/XPUCachingAllocator.cpp, malloc."""
+    end = " Please use `empty_cache` to release all unoccupied cached memory."
+    report = replace(REPORT, backend="xpu", process_bytes=GIB, private_pool_bytes=MIB)
+    assert report.message() == HEAD.replace("CUDA", "XPU") + BODY + end
+    allowed = replace(report, allowed_bytes=3 * GIB)
+    assert allowed.message() == HEAD.replace("CUDA", "XPU") + "3.00 GiB allowed; " + BODY + end
+
+
 def test_optional_parts():
     report = OomReport(
         requested_bytes=3 * MIB,

@@ -55,11 +55,25 @@ def test_a_freed_buffer_keeps_its_size_for_the_next_request():
     assert (again.size, allocator.counters.allocated_bytes) == (40 * MIB, 40 * MIB)
 
 
+def test_statistics_have_peaks_and_all_that_was_ever_allocated():
+    allocator = make()
+    allocator.malloc(100)
+    allocator.free(allocator.malloc(2 * MIB))
+    found = allocator.stats()
+    both, requested = 2 * MIB + 256, 2 * MIB + 100
+    for name, values in {
+        "allocation.all": (1, 2, 2), "allocated_bytes.all": (256, both, both),
+        "requested_bytes.all": (100, requested, requested), "allocated_bytes.large_pool": (0, 2 * MIB, 2 * MIB),
+    }.items():  # fmt: skip
+        assert tuple(found[f"{name}.{what}"] for what in ("current", "peak", "allocated")) == values, name
+
+
 def test_a_buffer_more_than_32_mib_too_large_is_not_taken():
     allocator = make()
-    allocator.free(allocator.malloc(40 * MIB + 256))
+    allocator.free(cached := allocator.malloc(40 * MIB + 256))
     other = allocator.malloc(8 * MIB)
-    assert (other.size, allocator.counters.reserved_bytes) == (8 * MIB, GIB)  # the heap has room beside the buffer
+    assert (other.size, allocator.counters.reserved_bytes) == (8 * MIB, GIB)
+    assert other.address == cached.address + cached.size  # the heap has room beside the buffer, which stays
 
 
 def test_a_full_heap_gives_the_space_of_a_cached_buffer():
@@ -139,12 +153,27 @@ def test_above_the_low_watermark_old_buffers_are_released():
     assert allocator.counters.reserved_bytes == (1400 + 800) * MIB
 
 
+def test_the_space_of_a_larger_buffer_ends_the_pressure():
+    allocator = make(4 * GIB, high=2.0, low=0.25)  # pressure from 1 GiB - 1 MiB on
+    for buffer in [allocator.malloc(700 * MIB) for _ in range(2)]:
+        allocator.free(buffer)
+    allocator.malloc(100 * MIB)  # where the first one was; the second one is not released
+    assert allocator.counters.reserved_bytes == 1400 * MIB
+
+
 def test_torchs_variables_set_the_ratios():
     config, origin = config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"}, backend="mps")
     assert (config.mps_high_watermark_ratio, config.mps_low_watermark_ratio) == (0.0, 1.4)
     assert origin == "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
     assert config_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "nonsense"}, backend="mps")[1] is None
     assert config_from_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "9"})[1] is None  # nothing to CUDA
+
+
+@pytest.mark.parametrize(("high", "low"), [("2.0", "2.0"), ("0.0", "0.0"), ("1.0", "1.0")])
+def test_ratios_that_torch_takes(high, low):
+    variables = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": high, "PYTORCH_MPS_LOW_WATERMARK_RATIO": low}
+    config, _ = config_from_environment(variables, backend="mps")
+    assert (config.mps_high_watermark_ratio, config.mps_low_watermark_ratio) == (float(high), float(low))
 
 
 @pytest.mark.parametrize(("high", "low"), [("2.1", "1"), ("-1", "0"), ("1.0", "1.1"), ("x", "1")])

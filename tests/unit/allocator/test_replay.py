@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import GpuMemory, TraceReplay, parse_config
+from memprof.allocator.replay import UNLIMITED_BYTES
 from memprof.trace.events import GPU, HOST, Event, EventKind, Trace
 from tests.lanes import examples
 from tests.unit.allocator.replaying import replay, replay_trace
@@ -175,3 +176,7 @@ def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
         reserved = (counters.reserved_bytes, counters.reserved_bytes_peak)
         outcomes.append((places, reserved, replay.allocator.segments(), None if oom is None else oom.event))
     assert outcomes[0] == outcomes[1]
+
+
+def test_no_limit_is_more_than_any_gpu_has_and_a_number_of_64_bits() -> None:
+    assert 1 << 50 < UNLIMITED_BYTES < 1 << 63

@@ -38,6 +38,7 @@ def report(find_request_range: int = LOGITS, **changes: int) -> OomReport:
 def test_the_message_of_every_release_gives_its_figures_back(version: str):
     wanted = report(private_pool_bytes=0 if version == "2.0.1" else 64 * MIB)
     (found,) = diagnoses("torch.OutOfMemoryError: " + wanted.message(parse_release(version)))
+    assert " on a GPU of 80.00 GiB" in found.title
     figures = found.figures
     for size, expected in (
         (figures.tried, wanted.tried_bytes),

@@ -335,6 +335,17 @@ def test_of_calls_that_a_loss_makes_those_for_a_target_are_told_by_their_line(li
     assert len(found) == (line != CALL) and all("at loss.py:9 keep" in one.title for one in found)
 
 
+def test_calls_of_two_lines_that_no_backward_divides_are_one_loop() -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for number in range(6):
+        b.call(MIB, 2 * MIB, nodes=5, line=f"eval.py:{number % 2 + 1} main")
+    b.phase(PhaseKind.OTHER)
+    finding = only(evaluation_with_gradients.find(b.context()))
+    # All six have left theirs at the peak, those of the other line as well.
+    title, _, _, saved, *_ = all_figures(finding)
+    assert (title[0], title[2], saved[4:]) == ("6", "12.00 MiB", ["2.00 MiB", "6"])
+
+
 def test_a_line_that_trains_too_is_not_to_be_edited() -> None:
     b = with_graphs()
     b.phase(PhaseKind.BACKWARD)

@@ -15,6 +15,7 @@ from memprof.findings.evidence import (
     is_applicable,
     is_forward,
     is_inference,
+    is_peak_in_evaluation,
     percent,
     suggest_fixes,
     tensors_evidence,
@@ -24,7 +25,7 @@ from memprof.findings.evidence import (
 from memprof.findings.finding import Context, Finding, Severity
 from memprof.fixes.catalog import FIXES
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import NONE, Caller, Forward, ModuleRole, PhaseKind
+from memprof.trace.events import NONE, Caller, EvalCall, Forward, ModuleRole, PhaseKind
 from memprof.units import MIB
 from tests.unit.findings.figures import figures
 from tests.unit.traces import TraceBuilder
@@ -414,3 +415,30 @@ def test_what_was_never_used_is_freed_as_it_is_allocated_where_uses_are_not_know
     unknown = dataclasses.replace(context.ledger.trace, last_uses=[])
     context = Context(dataclasses.replace(context.ledger, trace=unknown), None)
     assert compute_needs_without(context, [0, 1, 2]).allocated_bytes == 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("before", "is_evaluation"),
+    [
+        ([PhaseKind.EVALUATION], True),
+        ([PhaseKind.EVALUATION, PhaseKind.OTHER], False),
+        ([PhaseKind.FORWARD, "eval"], True),
+        ([PhaseKind.FORWARD, "eval", PhaseKind.OTHER], True),
+        (["eval", PhaseKind.FORWARD], False),
+        (["eval", PhaseKind.BACKWARD, PhaseKind.OTHER], False),
+        ([PhaseKind.FORWARD, "eval", PhaseKind.OPTIMIZER_STEP], False),
+        (["eval"], False),  # of a run that has not trained
+        ([PhaseKind.FORWARD], False),
+    ],
+)
+def test_a_peak_is_in_an_evaluation_from_eval_on_until_training_goes_on(
+    before: list[PhaseKind | str], is_evaluation: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.MODEL)
+    for one in before:
+        if isinstance(one, PhaseKind):
+            b.phase(one)
+        else:
+            b.trace.eval_calls.append(EvalCall(len(b.trace.events), 0, 0))
+    b.alloc(MIB)
+    assert is_peak_in_evaluation(b.context()) is is_evaluation

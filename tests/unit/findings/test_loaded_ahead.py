@@ -8,7 +8,7 @@ from torch import nn
 
 from memprof.findings import Context, Severity, find_all
 from memprof.findings.loaded_ahead import find
-from memprof.trace.events import NONE, PhaseKind, Role
+from memprof.trace.events import NONE, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.full_gpu import run_out_of_memory
 from tests.unit.traces import TraceBuilder
@@ -84,6 +84,21 @@ def test_a_step_that_no_module_begins(is_used: bool, is_found: bool) -> None:
     b.phase(PhaseKind.BACKWARD)
     b.trace.last_uses = [used if is_used and index == loaded[3] else NONE for index in range(len(b.trace.storages))]
     assert bool(find(b.context())) == is_found
+
+
+@pytest.mark.parametrize(("num_held", "is_named"), [(4, False), (5, True)])
+def test_a_container_of_most_of_them_is_named(num_held: int, is_named: bool) -> None:
+    context = fill(8)
+    held = tuple(range(num_held))
+    context.ledger.trace.holders += [
+        Holder(0, "list", "first", "/x/train.py:6 main", True, None, held[:1], 0, 0, None),
+        Holder(0, "list", "data", "/x/train.py:7 main", True, None, held, 0, 0, None),
+    ]
+    (finding,) = find(context)
+    assert ("kept by list `data` (x/train.py:7)" in finding.title) == (finding.edit is not None) == is_named
+    kept, filled = ("/x/train.py:7 main",) * 2 if is_named else ("train.py:8 main", None)
+    assert [line.source for line in finding.evidence] == [kept, filled, None, "train.py:8 main"]
+    assert [line.num_bytes for line in finding.evidence] == [None, None, 8 * MIB, MIB]
 
 
 def train_on(

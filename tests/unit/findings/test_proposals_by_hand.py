@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from memprof.allocator import parse_config, parse_release, replay_in_host_memory, replay_on_gpu
 from memprof.findings import Context
+from memprof.findings.evidence import file_and_line
 from memprof.findings.proposals import (
     attention,
     autocast,
@@ -55,8 +57,17 @@ from tests.unit.traces import TraceBuilder
 ALLOC, FREE = EventKind.ALLOC, EventKind.FREE
 
 
-def only(proposals: object) -> Proposal:
-    (proposal,) = proposals
+def listed(proposals: Iterable[Proposal]) -> list[Proposal]:
+    """The proposals; a line that one names is its source, whose code the report shows."""
+    found = list(proposals)
+    for one in found:
+        if ".py:" in one.change:
+            assert one.source and file_and_line(one.source) in one.change
+    return found
+
+
+def only(proposals: Iterable[Proposal]) -> Proposal:
+    (proposal,) = listed(proposals)
     return proposal
 
 
@@ -111,7 +122,8 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     b.new(8192, 50304, op="aten._log_softmax")
     b.new(num_tokens, op="aten.gather", line="loss.py:4 score")
     b.phase(PhaseKind.BACKWARD)
-    change = only(chunked_loss.propose(b.context())).change
+    (proposal,) = chunked_loss.propose(b.context())
+    change = proposal.change
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
 
 
@@ -123,7 +135,7 @@ def test_a_quarter_of_float64_may_be_float32(other_mib: int, is_told: bool) -> N
     b = TraceBuilder()
     data = [b.new(MIB // 8, mib, dtype="float64", op="aten._to_copy", line="data.py:3 load") for mib in (20, 40)]
     b.alloc(other_mib * MIB)
-    found = list(double.propose(b.context()))
+    found = listed(double.propose(b.context()))
     assert bool(found) == is_told
     for one in found:
         assert [one.trace.storages[index].num_bytes for index in data] == [10 * MIB, 20 * MIB]
@@ -141,7 +153,7 @@ def test_one_model_at_a_time_where_memory_runs_out_in_moving_one(moved_mib: int,
     made.append(b.new(MIB // 4, 90, op="aten._to_copy"))
     b.trace.ended_out_of_memory = True
     b.trace.moved_model = MovedModel("Net", 1, moved_mib * MIB, "float32")
-    found = list(models.propose(b.context(300 * MIB)))
+    found = listed(models.propose(b.context(300 * MIB)))
     assert [[i for i in made if one.trace.storages[i].num_bytes] for one in found] == ([] if stays is None else [stays])
     assert all("270.00 MiB of models are there when Net (90.00 MiB) is moved" in one.change for one in found)
     b.phase(PhaseKind.FORWARD)
@@ -396,7 +408,7 @@ def test_what_is_computed_of_gathered_outputs_is_spread(class_name: str, is_told
     b.trace.gpus = {"cuda:0": True, "cuda:1": True}
     b.trace.forwards.append(Forward(0, len(b.trace.events), 0, NONE, training=True, nodes=1, outputs=(gathered,)))
     loss = b.new(16, 200, op="aten._log_softmax", line="train.py:7 main")
-    found = list(data_parallel.propose(b.context()))
+    found = listed(data_parallel.propose(b.context()))
     assert bool(found) == is_told
     for one in found:
         assert "DistributedDataParallel" in one.change and "train.py:7" in one.change
@@ -419,7 +431,7 @@ def test_what_the_program_creates_may_be_in_host_memory(phase: PhaseKind, op: st
     b.trace.trains = b.trace.ended_out_of_memory = True
     b.alloc(60 * MIB)
     created = b.alloc(30 * MIB, op=op, line="slide.py:7 run")
-    found = list(host_memory.propose(b.context()))
+    found = listed(host_memory.propose(b.context()))
     assert bool(found) == is_told
     assert all("slide.py:7" in one.change and not one.trace.storages[created].num_bytes for one in found)
 
@@ -441,7 +453,7 @@ def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, shape: tup
     b.parameter("weight", 1024, 1024)
     b.phase(phase)
     made = [b.new(*shape, op="aten.clone", line="ema.py:7 save") for _ in range(8)]
-    found = list(copies.propose(b.context(24 * MIB)))
+    found = listed(copies.propose(b.context(24 * MIB)))
     assert bool(found) == is_told
     for one in found:
         assert "ema.py:7" in one.change and not any(one.trace.storages[index].num_bytes for index in made)
@@ -468,7 +480,7 @@ def test_pairs_are_larger_than_what_they_are_made_of(
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(*shapes[0], op="aten.randn")
     b.new(*shapes[1], op=op, line="loss.py:3 loss")
-    found = list(pairs.propose(b.context()))
+    found = listed(pairs.propose(b.context()))
     assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
 
 
@@ -637,7 +649,7 @@ def test_the_dense_gradient_of_a_sparse_matrix(is_sparse: bool) -> None:
     b.new(4096, 16, op="aten._sparse_addmm" if is_sparse else "aten.mm")
     b.phase(PhaseKind.BACKWARD)
     b.new(4096, 4096)
-    found = list(sparse.propose(b.context()))
+    found = listed(sparse.propose(b.context()))
     assert bool(found) == is_sparse and all(one.trace.storages[2].num_bytes == 4 * 5000 for one in found)
 
 
@@ -657,7 +669,7 @@ def test_the_indices_of_a_sparse_matrix_are_two_rows(indices: tuple[int, ...], p
     b.new(4096, 16, op="aten._sparse_addmm")
     b.phase(phase)
     b.new(4096, 4096)
-    found = list(sparse.propose(b.context()))
+    found = listed(sparse.propose(b.context()))
     sizes = [one.trace.storages[3].num_bytes for one in found]
     assert sizes == ([] if phase is PhaseKind.FORWARD else [4 * (5000 if is_told else 60)])
 
@@ -673,7 +685,7 @@ def test_rows_instead_of_a_mask_that_is_made_dense(op: str) -> None:
     b.phase(PhaseKind.BACKWARD)
     b.alloc(MIB, hidden=True)
     made = [b.alloc(num_bytes, op="aten.sparse_mask", hidden=True) for num_bytes in (4096 * 4096, 8 * 4096 * 4096)]
-    found = list(sparse.propose_rows(b.context()))
+    found = listed(sparse.propose_rows(b.context()))
     assert len(found) == (op == "aten.sparse_sampled_addmm")
     for one in found:
         assert "of the 5000 nonzero elements" in one.change and "score.py:3" in one.change
@@ -691,7 +703,7 @@ def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool)
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(*indices, dtype="int64", op="aten.randint")
     made = [b.new(5000, 64, op=op, line="conv.py:3 forward"), b.new(5000, 64, op="aten.mul", line="conv.py:4 forward")]
-    found = list(messages.propose(b.context()))
+    found = listed(messages.propose(b.context()))
     assert bool(found) == is_told
     for one in found:
         assert figures(one.change) == ["[5000 x 64]", "conv.py:3"]
@@ -736,9 +748,10 @@ def test_scores_that_are_products_are_left_to_a_kernel(
     b.inputs(1, 512)
     made = [b.new(1, 4, 512, 512, op=op, line=line) for op in ops]
     b.new(1, 1, 512, 512, dtype="bool")
-    found = list(attention.propose(b.context()))
+    found = listed(attention.propose(b.context()))
     assert [one.change for one in found] == ([] if change is None else [change])
     for one in found:
+        assert one.source == (line if change else None)
         sizes = [storage.num_bytes for storage in one.trace.storages]
         assert [sizes[index] for index in made] == [0, 0] and sizes[-1] == 512 * 512
 
@@ -779,7 +792,7 @@ def test_segments_may_be_expandable(config: str, release: str, is_told: bool) ->
     b = TraceBuilder()
     b.alloc(MIB)
     run = replay_on_gpu(b.trace, None, parse_config(config), parse_release(release))
-    found = list(segments.propose(Context(build_ledger(b.trace, run), None)))
+    found = listed(segments.propose(Context(build_ledger(b.trace, run), None)))
     assert [one.config is not None and one.config.expandable_segments for one in found] == [True] * is_told
 
 
@@ -888,7 +901,7 @@ def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
         b.free(saved)
     b.alloc(200 * MIB)
     b.trace.last_uses = [used, NONE, NONE]
-    found = list(gradients.propose(b.context()))
+    found = listed(gradients.propose(b.context()))
     assert [one.change for one in found] == [
         f"torch.autograd.grad instead of {by} at train.py:7, unless it is differentiated again"
     ] * is_told

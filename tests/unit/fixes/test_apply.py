@@ -163,6 +163,15 @@ def test_vocabulary_cap_keeps_the_first_rows():
     torch.testing.assert_close(model(**models.batch(vocab=50)).logits, wanted)
 
 
+def test_vocabulary_cap_keeps_the_padding_token():
+    model = llama()
+    model.model.embed_tokens.padding_idx = 49
+    memprof.apply(model, "vocabulary-cap", vocab_size=50).undo()
+    with pytest.raises(UsageError, match="no room for the padding token") as raised:
+        memprof.apply(model, "vocabulary-cap", vocab_size=49)
+    assert raised.value.hint == "at least 50"
+
+
 @pytest.mark.parametrize(("every", "again"), [(1, 4), (2, 2), (4, 1)])
 def test_every_nth_layer_runs_again(every, again):
     model, calls = llama(), []

@@ -49,19 +49,40 @@ def test_amounts_at_the_end_and_peaks() -> None:
     ]  # fmt: skip
 
 
+def test_a_models_own_code_between_its_children_has_a_line_too() -> None:
+    b = TraceBuilder()
+    b.phase(PhaseKind.FORWARD)
+    b.enter("", "Net")
+    for child in ("first", "second"):
+        b.enter(child, "Linear", ModuleRole.CHILD)
+        b.alloc(100, line="linear.py:1 forward")
+        b.leave()
+        b.alloc(200, line=f"net.py:{len(child)} forward")
+    b.leave()
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(300, line="train.py:9 main")
+    assert [(stage.name, stage.source) for stage in stages_of(b)] == [
+        ("first Linear", None), ("own code", "net.py:5 forward"),
+        ("second Linear", None), ("own code", "net.py:6 forward"), ("output", "train.py:9 main"),
+    ]  # fmt: skip
+
+
 def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     """Of a line of a library, the line that called it; modules have a name instead."""
     b = TraceBuilder()
     b.phase(PhaseKind.OTHER)
-    b.alloc(100, line="train.py:3 main")
     largest = b.alloc(700, line="/lib/torch/functional.py:8 one_hot")
-    b.trace.callers = [Caller(largest, b.trace.sources.index("train.py:3 main"), "one_hot")]
+    b.alloc(100, line="train.py:4 main")
+    b.trace.sources += ["losses.py:2 dice", "train.py:3 main"]
+    b.trace.callers = [
+        Caller(largest, b.trace.sources.index(line), "one_hot") for line in ("losses.py:2 dice", "train.py:3 main")
+    ]
     b.phase(PhaseKind.FORWARD)
     b.enter("first", "Linear", ModuleRole.CHILD)
     b.alloc(900, line="model.py:5 forward")
     b.leave()
     found = {stage.name: stage.source for stage in stages_of(b)}
-    assert found["other"] == "train.py:3 main" and found["first Linear"] is None
+    assert found["other"] == "losses.py:2 dice" and found["first Linear"] is None
     b.trace.sources[b.trace.sources.index("/lib/torch/functional.py:8 one_hot")] = "model.py:8 encode"
     assert stages_of(b)[0].source == "model.py:8 encode"
 

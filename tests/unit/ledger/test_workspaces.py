@@ -42,6 +42,15 @@ def test_the_bound_is_rounded_as_a_block_is() -> None:
     assert found is not None and found.max_peak_bytes == 30 * MIB + 512
 
 
+def test_the_bound_is_beside_what_is_there_before_the_call() -> None:
+    b = TraceBuilder()
+    kept, event = b.alloc(16 * MIB), len(b.trace.events)
+    taken = b.alloc(12 * MIB)
+    b.free(kept, taken)
+    b.trace.workspaces.append(Workspace(event, GPU, 12 * MIB, 14 * MIB))
+    assert workspaces_of(b) == Workspaces(12 * MIB, 16 * MIB, 30 * MIB)
+
+
 def test_calls_of_another_gpu_are_none() -> None:
     b = calls((10, 12, 14))
     b.trace.workspaces[0] = b.trace.workspaces[0]._replace(device="cuda:1")

@@ -75,7 +75,7 @@ def _uncollected() -> Iterator[None]:
         (in_a_function, True),
         pytest.param(below_twenty_objects, True, marks=pytest.mark.nightly),
         pytest.param(in_itself, False, marks=pytest.mark.nightly),  # each visits a million objects here
-        (in_a_ring, False),
+        pytest.param(in_a_ring, False, marks=pytest.mark.nightly),
     ],
 )
 def test_what_no_variable_leads_to(make: Callable[[], _Made], is_reachable: bool) -> None:
@@ -86,7 +86,7 @@ def test_what_no_variable_leads_to(make: Callable[[], _Made], is_reachable: bool
 
 
 def test_each_value_is_told_apart() -> None:
-    kept, dropped = in_a_container(), in_itself()
+    kept, dropped = in_a_container(), in_a_ring()
     assert [type(value) for value in list_unreachable([kept[0](), dropped[0]()])] == [Node]
 
 

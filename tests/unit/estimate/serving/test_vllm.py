@@ -80,6 +80,7 @@ def test_old_releases_are_refused() -> None:
 def test_changes_are_computed_anew() -> None:
     budget = complete("qwen2.5-7b", "rtx-4090", context_length=8192)
     by_flag = {change.flag: change for change in budget.changes}
+    assert not any("quantization" in flag for flag in by_flag)  # it starts as it is
     fp8 = by_flag["--kv-cache-dtype fp8"]
     assert fp8.num_tokens == compute("qwen2.5-7b", "rtx-4090", context_length=8192, kv_cache_dtype="fp8").num_tokens
     assert [change.num_tokens for change in budget.changes] == sorted(by_flag[f].num_tokens for f in by_flag)[::-1]

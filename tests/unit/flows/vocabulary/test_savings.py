@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
 from memprof.errors import UsageError
-from memprof.flows.vocabulary.count import BYTES, WORDS, CorpusCount, _count_ids
+from memprof.flows.vocabulary.count import BYTES, WORDS, CorpusCount, _count_ids, count_corpus
 from memprof.flows.vocabulary.frequencies import Frequencies
 from memprof.flows.vocabulary.savings import (
     build_curve,
@@ -68,6 +69,11 @@ def test_rows_are_reserved_for_rare_and_for_special_tokens(tokenizer: str, speci
     assert found.most_common == (("1", 7), ("3", 7))
     assert (found.vocab_size, found.unseen, found.highest_id) == (6, 3, 3)
     assert found.unseen_ranges == ((2, 2), (4, 5))
+
+
+def test_words_share_one_row_for_those_that_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b b")
+    assert count_corpus([tmp_path / "a.txt"], WORDS).reserved == 1
 
 
 def test_rows_of_embedding_head_and_logits_are_saved() -> None:

@@ -49,8 +49,18 @@ def test_it_finds_the_probe(tmp_path: Path, way: str) -> None:
     assert "_TorchCudaImportHook" not in written.read_text(), "nothing is left behind"
 
 
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"a shell", "a child's child"}))
-@pytest.mark.parametrize("told", [["-I"], ["-E"], ["-B", "-W", "ignore", "-sEu"]])
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("subprocess", ["-I"]),
+        ("its own environment", ["-E"]),
+        ("a path of its own", ["-B", "-W", "ignore", "-sEu"]),
+        ("as bytes", ["-I"]),
+        ("os.spawnv", ["-E"]),
+        ("os.spawnle", ["-B", "-W", "ignore", "-sEu"]),
+        ("posix_spawn", ["-I"]),
+    ],
+)
 def test_one_that_hears_no_environment_finds_it_too(tmp_path: Path, way: str, told: list[str]) -> None:
     written = tmp_path / "finders"
     with VirtualGpu(GPU):
@@ -173,7 +183,7 @@ def test_a_program_that_is_imported_again_finds_its_stubs(
     del sys.modules["imported_again"]
 
 
-@pytest.mark.parametrize("use", ["set_device(0)", "device(0).__enter__()", "synchronize()"])
+@pytest.mark.parametrize("use", by_day(["set_device(0)", "device(0).__enter__()", "synchronize()"], "synchronize()"))
 def test_a_child_that_uses_the_gpu_is_refused_at_its_first_call(use: str) -> None:
     code = f"import torch; assert torch.cuda.is_available(); torch.cuda.{use}"
     with VirtualGpu(GPU) as gpu:

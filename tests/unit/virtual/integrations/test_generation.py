@@ -39,10 +39,11 @@ ENDS: tuple[int | list[int], ...] = (0, 1, 30, 49, [0, 2], [30, 31, 32, 33])
 
 
 def _ways_to_end() -> list[object]:
-    """Each way, and each end of the plain one, in every run; all pairs at night."""
-    pairs = [(how, end) for how in WAYS for end in ENDS]
+    """Each way, and ends of one and several tokens of the plain one, in every run; all pairs at night."""
+    by_day = [*((how, 49) for how in WAYS), ({}, 0), ({}, [30, 31, 32, 33])]
     marks = {True: (), False: (pytest.mark.nightly,)}
-    return [pytest.param(how, end, marks=marks[how == {} or end == 49]) for how, end in pairs]
+    pairs = [(how, end) for how in WAYS for end in ENDS]
+    return [pytest.param(*pair, marks=marks[pair in by_day]) for pair in pairs]
 
 
 @pytest.mark.parametrize(("how", "end"), _ways_to_end(), ids=str)

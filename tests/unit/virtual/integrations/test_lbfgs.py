@@ -32,7 +32,6 @@ def train(device: str, **options: object) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [(19, 20, 20), (39, 40, 40), (59, 60, 60)]),
         ({"history_size": 30}, [(19, 20, 20), (30, 40, 40), (30, 60, 60)]),
         ({"max_iter": 3}, [(1, 2, 3), (3, 4, 6), (5, 6, 9)]),  # three evaluations are its most
         ({"line_search_fn": "strong_wolfe"}, [(11, 12, 25), (23, 24, 50), (35, 36, 75)]),

@@ -412,3 +412,34 @@ def test_values_of_another_width_keep_the_order_of_the_queries(gpu):
     output = scaled_dot_product_attention(query, query, value)
     assert output.shape == (2, 8, 64, 128)
     assert output.transpose(1, 2).is_contiguous()
+
+
+XPU = dataclasses.replace(properties(), device_type="xpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "overrideable"),
+        ({"dtype": torch.float32}, "overrideable"),
+        ({"dtype": torch.float64}, "math"),
+        ({"dropout": 0.1}, "math"),
+        ({"query": (2, 8, 64, 576)}, "overrideable"),
+        ({"query": (2, 8, 64, 577)}, "math"),
+        ({"query": (2, 8, 64, 64), "value": (2, 8, 64, 576)}, "overrideable"),
+        ({"query": (2, 8, 64, 64), "value": (2, 8, 64, 577)}, "math"),
+        ({"query": (2, 8, 64, 64), "key": (2, 8, 64, 32), "value": (2, 8, 64, 64)}, "math"),
+        ({"key": (2, 2, 64, 64), "gqa": True}, "overrideable"),
+        ({"key": (2, 2, 64, 64), "gqa": True, "grad": True}, "math"),
+        ({"grad": True}, "overrideable"),
+        ({"mask": meta(64, 64)}, "overrideable"),
+        ({"mask": meta(64, 64).requires_grad_()}, "math"),
+    ],
+)
+def test_what_the_kernel_of_xpu_takes(options, expected):
+    """native/mkldnn/xpu/Attention.cpp, use_overrideable_xpu."""
+    assert backend(XPU, **options) == expected
+
+
+def test_mps_has_no_fused_kernel_with_a_backward():
+    assert backend(dataclasses.replace(XPU, device_type="mps")) == "math"

@@ -1,0 +1,310 @@
+"""Models that are used no more, in hand-written traces: kept by variables, caches and cycles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from memprof.findings import Finding, Severity
+from memprof.findings.idle_storages import find_idle_storages, find_replaced_models
+from memprof.trace.events import Caller, CycleKind, Forward, Holder, Owner, PhaseKind, Role
+from memprof.trace.facts import ProgramFacts
+from memprof.units import MIB
+from tests.unit.findings.idle import OUT, UsesBuilder, exits, logits_bound
+
+CYCLE = Holder(0, CycleKind.OBJECTS, "Node.part -> Node.part", "/x/train.py:9 main", True, None, (), 0, 0, None)
+
+
+def test_what_the_program_has_dropped_is_told_by_the_cycle_that_keeps_it() -> None:
+    b = logits_bound(held=False)
+    b.trace.idle_holders.append(CYCLE._replace(storages=(0,)))
+    (finding,) = b.find()
+    assert "the program has dropped them, and a reference cycle" in finding.title and "train.py:9" in finding.title
+    assert "weakref" in finding.evidence[0].text and finding.evidence[0].source == CYCLE.source
+
+
+def test_models_that_a_cycle_keeps_are_no_models_to_delete() -> None:
+    """As the one above, but the tensors are parameters."""
+    b = logits_bound(held=False)
+    b.trace.owners[0] = Owner(Role.PARAMETER, "weight")
+    b.trace.idle_holders.append(CYCLE._replace(storages=(0,)))
+    (finding,) = b.find()
+    assert "the program has dropped them" in finding.title
+
+
+def two_models(ends: bool = True, calls: int = 2, part_mib: int = 86, state_mib: int = 86) -> UsesBuilder:
+    """A model of 258 MiB is trained; then a second one is called, with less memory at its peak."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", part_mib * MIB // 4)
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.alloc(400 * MIB))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    state = [b.new(state_mib * MIB // 4, owner=(Role.OPTIMIZER_STATE, name)) for name in ("exp_avg", "exp_avg_sq")]
+    b.use(weight, *state)
+    for step in range(calls):
+        b.phase(PhaseKind.FORWARD, 2 + step)
+        b.free(b.alloc(2 * MIB))
+    if ends:
+        exits(b)
+    return b
+
+
+def test_a_model_that_is_used_no_more_is_told_even_if_the_peak_is_elsewhere() -> None:
+    (finding,) = two_models().find()
+    assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 258 * MIB)
+    assert "a model that is no longer used, last used in optimizer step of step 1" in finding.title
+    assert "at another moment" in finding.evidence[1].text
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_model_is_in_use_while_copies_of_its_weights_are(is_used: bool) -> None:
+    """Autocast keeps them, where there are no gradients, over all calls in its block."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100 * MIB)
+    b.phase(PhaseKind.FORWARD)
+    cast = b.new(100 * MIB, dtype="float16", op="aten._to_copy")
+    b.use(weight)
+    for _ in range(3):
+        b.phase(PhaseKind.FORWARD)
+        b.free(b.alloc(300 * MIB))
+        if is_used:
+            b.use(cast)
+    exits(b)
+    assert bool(b.find()) is not is_used
+
+
+def test_a_single_call_after_the_training_is_a_sample_that_is_drawn() -> None:
+    assert not two_models(calls=1).find()
+
+
+def test_a_model_that_is_freed_in_the_next_phase_is_the_attempt_that_has_failed() -> None:
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 300 * MIB // 4)
+    b.phase(PhaseKind.BACKWARD)
+    b.use(weight)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.free(b.alloc(300 * MIB))
+    b.free(weight)
+    for step in range(2, 4):
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(b.alloc(2 * MIB))
+    exits(b)
+    assert not b.find()
+
+
+def test_a_model_counts_from_256_mib_on() -> None:
+    """Its weight with two states."""
+    assert two_models(part_mib=84).find() and not two_models(part_mib=82).find()
+
+
+def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
+    assert not two_models(ends=False).find()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
+    """Three folds with a weight of 100 MiB and its state: two stay beside the last, unless all are used again."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weights = []
+    for fold in range(1, 4):
+        weight = b.parameter("weight", 25 * MIB)
+        b.phase(PhaseKind.FORWARD, fold)
+        b.use(weight)
+        b.phase(PhaseKind.OPTIMIZER_STEP, fold)
+        state = b.new(25 * MIB, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+        b.use(weight, state)
+        weights += [weight, state]
+        b.phase(PhaseKind.MODEL)
+    b.phase(PhaseKind.EVALUATION, 3)
+    b.use(*(weights if is_used else weights[-2:]))
+    findings = b.find(500 * MIB)
+    if is_used:
+        assert not findings
+        return
+    (finding,) = findings
+    assert finding.is_decisive and finding.severity is Severity.WARNING
+    assert "400.00 MiB stay on the GPU unused: 2 models built one after another, 200.00 MiB each" in finding.title
+
+
+def replaced_model(computes: int = 3, new_mib: int = 64) -> tuple[UsesBuilder, int]:
+    """A model of 100 MiB with its state computes in some phases; memory runs out while a second one is built."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 25 * MIB)
+    for step in range(1, computes):
+        b.phase(PhaseKind.FORWARD, step)
+    b.phase(PhaseKind.OPTIMIZER_STEP, computes)
+    state = b.new(25 * MIB, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    b.use(weight, state)
+    b.phase(PhaseKind.MODEL)
+    for _ in range(2):
+        b.use(b.parameter("weight", new_mib * MIB // 8))
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+    b.trace.idle_holders.append(OUT._replace(kind="Trainer", name="trainer", storages=(weight, state)))
+    return b, weight
+
+
+def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
+    b, _ = replaced_model()
+    (finding,) = b.find(400 * MIB)
+    assert finding.title == (
+        "200.00 MiB stay on the GPU unused: a model that was last used before another one was built, kept by Trainer "
+        "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the script gets past "
+        "this point"
+    )
+    assert finding.evidence[0].text.endswith("before the next one is built")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fix"),
+    [
+        ("Trainer", "trainer", "delete the model and its optimizer"),
+        ("lru_cache", "positions", "clear the cache after the model's last use (`positions.cache_clear()`)"),
+        ("dict", "CACHE", "remove each model from `CACHE` after its last use"),
+    ],
+)
+def test_a_model_is_taken_out_of_the_cache_that_keeps_it(kind: str, name: str, fix: str) -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders[:] = [OUT._replace(kind=kind, name=name, storages=(weight,))]
+    (finding,) = b.find(400 * MIB)
+    assert finding.evidence[0].text.startswith(f"fix: {fix}")
+
+
+@pytest.mark.parametrize(("computes", "new_mib"), [(1, 64), (3, 62)], ids=["one call", "no model"])
+def test_what_was_called_once_or_gets_a_small_part_more_is_in_use(computes: int, new_mib: int) -> None:
+    """Two parts of one model, the first of which was called for the shape of its output; adapters of a model."""
+    assert not replaced_model(computes, new_mib)[0].find(400 * MIB)
+
+
+def test_a_model_that_is_copied_is_in_use() -> None:
+    b, weight = replaced_model()
+    b.use(weight)
+    assert not b.find(400 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("elements", "op", "is_used"),
+    [(100, "aten._to_copy", True), (99, "aten._to_copy", False), (100, "aten.mul", False)],
+)
+def test_a_parameter_is_used_while_its_copy_in_half_precision_is(elements: int, op: str, is_used: bool) -> None:
+    """The copy has as many elements, and is made as the parameter is read."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100)
+    b.phase(PhaseKind.FORWARD)
+    copy = b.new(elements, dtype="float16", op=op)
+    b.use(weight)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.use(copy)
+    b.alloc(MIB)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.use(copy)
+    assert (weight in find_idle_storages(b.context())) is not is_used
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_parameters_with_names_of_their_own_are_added_to_one_model(*, computes: bool) -> None:
+    """As adapters are; a forward that begins without a call only makes tensors."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.trace.sources.append("x/score.py:7 main")
+    for number in range(4):
+        b.phase(PhaseKind.MODEL)
+        weight = b.parameter(f"lora.task{number}", 25 * MIB)
+        b.trace.callers.append(Caller(weight, 0, ""))
+        b.phase(PhaseKind.FORWARD)
+        if computes:
+            b.trace.forwards.append(Forward(len(b.trace.events), len(b.trace.events), 0, 0, False, 0, ()))
+        b.use(weight)
+    for _ in range(3):
+        b.phase(PhaseKind.EVALUATION, 2)
+        b.free(b.alloc(300 * MIB))
+    exits(b)
+    titles = [finding.title for finding in b.find()]
+    sets = "400.00 MiB stay on the GPU unused: 4 sets of parameters added to one model one after another"
+    assert any(title.startswith(f"{sets} at x/score.py:7, 100.00 MiB each") for title in titles) == computes
+
+
+@pytest.mark.parametrize(
+    ("second", "num_models"),
+    [
+        ({}, 2),
+        ({"shape": (25 * MIB, 1)}, 1),
+        ({"dtype": "int64"}, 1),
+        ({"line": "model.py:2 f"}, 1),
+        ({"op": "aten.ones"}, 1),
+    ],
+)
+def test_models_are_counted_by_parameters_that_are_made_alike(second: dict[str, Any], num_models: int) -> None:
+    """Parts of one model may be built and called one after another."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    for step, change in enumerate(({}, second), 1):
+        settings: dict[str, Any] = {"shape": (25 * MIB,), "op": "aten.empty", "line": "model.py:1 f"} | change
+        weight = b.new(*settings.pop("shape"), owner=(Role.PARAMETER, "weight"), **settings)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.use(weight)
+        b.phase(PhaseKind.MODEL)
+    b.phase(PhaseKind.EVALUATION, 3)
+    b.use(b.alloc(300 * MIB))
+    b.trace.ended_out_of_memory = True
+    assert any("2 models built one after another" in one.title for one in b.find()) == (num_models == 2)
+
+
+def test_a_model_is_used_as_long_as_one_of_its_parameters_is() -> None:
+    """Two calls follow the last use of the first, but one that of the second."""
+
+    def run(calls: int) -> list[Finding]:
+        b = UsesBuilder(PhaseKind.MODEL)
+        first, second = b.parameter("a", 150 * MIB // 4), b.parameter("b", 150 * MIB // 4)
+        b.phase(PhaseKind.FORWARD)
+        b.use(first, second)
+        b.phase(PhaseKind.FORWARD, 2)
+        b.use(second)
+        b.free(b.alloc(400 * MIB))
+        for step in range(calls):
+            b.phase(PhaseKind.FORWARD, 3 + step)
+            b.free(b.alloc(2 * MIB))
+        exits(b)
+        return b.find()
+
+    assert run(2) and not run(1)
+
+
+def test_a_program_has_come_to_its_end_if_it_says_so() -> None:
+    b = two_models()
+    program = ProgramFacts(("train.py",), "steps", 0, 4, ())
+    b.trace.facts = dataclasses.replace(b.trace.facts, program=program)
+    assert not b.find()
+
+
+def test_state_of_a_model_that_a_cycle_keeps_is_no_model_of_its_own() -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders[:] = [CYCLE._replace(storages=(weight,))]
+    assert not any("another one was built" in finding.title for finding in b.find(400 * MIB))
+
+
+def test_what_was_computed_with_of_a_model_that_another_one_replaces() -> None:
+    """Its gradients too, but not what was never used, was used to build it, or is in host memory."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight, unused, built, host, ids = (
+        b.parameter("weight", 25 * MIB),
+        b.parameter("unused", MIB),
+        b.parameter("built", MIB),
+        b.new(MIB, device="cpu", owner=(Role.PARAMETER, "host")),
+        b.new(MIB, owner=(Role.INPUT, "")),
+    )
+    b.use(built)
+    b.phase(PhaseKind.FORWARD)
+    b.use(weight, host, ids)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(25 * MIB, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.use(weight, gradient)
+    b.phase(PhaseKind.MODEL)
+    b.parameter("weight", 25 * MIB)
+    b.alloc(300 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    assert find_replaced_models(b.context(400 * MIB)) == {weight, gradient}
+    b.trace.ended_out_of_memory = False
+    assert not find_replaced_models(b.context(400 * MIB)) and unused
