@@ -13,7 +13,7 @@ from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.what_if import resize
-from memprof.trace.events import NONE, Forward, Holder
+from memprof.trace.events import NONE, Forward, Holder, Role
 from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
@@ -71,6 +71,14 @@ def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None
             index
             for index in new_storages(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs or _is_kept_unused(context, index, loop, held)
+        ]
+        # What is kept of each round may be the input of the next: the images of a sampler.
+        candidates += [
+            index
+            for index, owner in trace.owners.items()
+            if owner.role is Role.INPUT
+            and loop[0].begin <= context.lifetimes.births[index] < loop[-1].end
+            and growth.make_key(trace, index) in held
         ]
         caches = new_storages(context, loop[0].begin, loop[-1].end, caches=True)
         candidates += [

@@ -51,7 +51,7 @@ class _KeptGraphs(NamedTuple):
     """Graphs of the calls of one module, kept for a backward that never comes."""
 
     loops: list[list[Forward]]
-    saved: list[int]  # storages that the calls have saved, without outputs
+    saved: list[int]  # storages that the calls have saved, without outputs, unless a graph alone keeps these
     num_bytes: int  # the peak of these
     groups: dict[Holder | None, list[LeakGroup]]  # what accumulates over the calls of the longest loop
     storages: frozenset[int]  # what the calls have saved, and what accumulates
@@ -92,7 +92,12 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
             groups = {holder: [leak for group in groups.values() for leak in group]}
         keys = {leak.key for group in groups.values() for leak in group}
         growing = (index for indices in made.values() for index in indices if make_key(trace, index) in keys)
-        result.append(_KeptGraphs(loops, saved, num_bytes, groups, frozenset(saved).union(growing)))
+        storages = frozenset(saved).union(growing)
+        if any(holder is not None and not holder.kind and holder.nodes for holder in groups):
+            # A sum keeps outputs, and what losses save, by its graph alone.
+            saved = sorted(storages)
+            num_bytes = context.lifetimes.find_max_live(saved).num_bytes
+        result.append(_KeptGraphs(loops, saved, num_bytes, groups, storages))
     return result
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memprof.torch_private import autograd
-from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, PhaseKind, Role, Storage
+from memprof.trace.events import HOST, NONE, ROLES_PER_STEP, Forward, Holder, PhaseKind, Role, Storage
 from memprof.watch.caches import iterate_tensors
 from memprof.watch.holders import HolderSearch
 from memprof.watch.recorder import Recorder
@@ -52,7 +52,7 @@ class GrowthWatch:
         self._output_storages: set[int] = set()
         self._running_call: tuple[int, int, int, bool, int | None] | None = None
         self._num_searches = 0
-        self._has_found_sums = False  # whether running sums were found
+        self._running_sums: list[Holder] = []  # that the last search has found
         self._searched_keys: set[_CounterpartKey] = set()  # keys whose holders have been searched
 
     def record_phase_begin(self, kind: PhaseKind, *, in_step: bool) -> None:
@@ -176,10 +176,16 @@ class GrowthWatch:
                 self._step_samples.find_grown_keys(self._sum_live_bytes(self._loop_first_storage)),
                 self._loop_first_storage,
             )
-            if not self._has_found_sums and self._step_samples.num_rounds in (2, _GrowthSamples.NUM_FIRST_ROUNDS):
-                sums = self.search.find_running_sums()
-                self._has_found_sums = bool(sums)
-                self._recorder.trace.holders += sums
+            if self._step_samples.num_rounds in (2, _GrowthSamples.NUM_FIRST_ROUNDS):
+                self._find_running_sums()
+
+    def _find_running_sums(self) -> None:
+        """Search for running sums. What a step updates after its optimizer is one only from the third step on, and what
+        was computed from it has been taken for one until then."""
+        sums, trace = self.search.find_running_sums(), self._recorder.trace
+        if sums:
+            trace.holders = [holder for holder in trace.holders if holder not in self._running_sums] + sums
+            self._running_sums = sums
 
     def _iterate_leftover_storages(self, nodes: int, begin: int) -> Iterator[int]:
         """Yield the live storages that may accumulate over calls, of which the last began at the event `begin`.

@@ -17,8 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memprof
-from memprof.findings import Finding, Severity
+from memprof.findings import Finding, Severity, find_all
+from memprof.units import MIB
 from tests.lanes import by_day
+from tests.unit.full_gpu import run_out_of_memory
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -187,6 +189,41 @@ def test_gradients_in_evaluation() -> None:
     # The first layer's output and the GELU's, and the batch is the caller's.
     assert finding.num_bytes == 2 * 512 * 256 * 4
     assert "5 autograd nodes" in finding.evidence[0].text and "torch.no_grad()" in finding.evidence[-1].text
+
+
+def test_images_of_a_sampler_that_are_the_next_inputs() -> None:
+    def program() -> None:
+        net, images = nn.Linear(256, 256).cuda().eval(), []
+        image = torch.randn(512, 256, device="cuda")
+        with torch.no_grad():
+            for _ in range(6):
+                image = image - 0.1 * net(image)
+                images.append(image)
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-accumulates" and "kept by list `images` (" in finding.title
+
+
+def test_a_sum_of_losses_that_keeps_the_graphs_of_an_evaluation() -> None:
+    """No backward is to come, as it would be for the calls of a training."""
+
+    def program() -> None:
+        net, criterion = model(), nn.MSELoss()
+        optimizer = torch.optim.SGD(net.parameters())
+        for training in (True, False):
+            net.train(training)
+            losses = 0.0
+            for x in batches(4 if training else 400):
+                loss = criterion(net(x), torch.zeros(512, 1000, device="cuda"))
+                if training:
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    losses = losses + loss
+
+    first, *others = find_all(run_out_of_memory(program, 400 * MIB))
+    assert first.id == "evaluation-with-gradients" and "kept by variable `losses` (" in first.title
+    assert "memory-growth" not in {one.id for one in others}
 
 
 def test_losses_that_keep_the_graphs_of_evaluation() -> None:

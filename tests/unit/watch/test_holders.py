@@ -364,6 +364,24 @@ def test_bytes_of_views(part: Callable[[torch.Tensor], object], num_bytes: int) 
     assert found.held_bytes == num_bytes * len(found.storages)
 
 
+def fill_a_queue() -> None:
+    model, optimizer = parts()
+    queue = torch.zeros(512, 1000, device="cuda")
+    for _ in range(4):
+        keys = model(torch.randn(512, 64, device="cuda"))
+        scores = keys.sum() + queue.square().mean()
+        scores.backward(retain_graph=True)
+        optimizer.step()
+        queue = torch.cat([queue, keys])[-512:]  # kept
+
+
+def test_a_queue_that_is_filled_after_the_step_is_the_holder() -> None:
+    """And not the scores of the second step, which were computed from it."""
+    holder = only(run(fill_a_queue))
+    assert (holder.name, holder.fills) == ("queue", True)
+    assert holder.source is not None and holder.source.startswith(line_of(fill_a_queue))
+
+
 class RunningMean(nn.Linear):
     def __init__(self, num_features: int = 64) -> None:
         super().__init__(num_features, num_features)
@@ -391,7 +409,7 @@ def train(model: nn.Module) -> None:
 )
 def test_a_buffer_is_named_by_its_path(make: Callable[[], nn.Module], name: str) -> None:
     holder = only(run(lambda: train(make().cuda())))
-    assert (holder.kind, holder.name, holder.node_steps) == ("", name, 2)
+    assert (holder.kind, holder.name, holder.node_steps) == ("", name, 3)
     assert holder.source is not None and holder.source.startswith(line_of(RunningMean))
 
 
