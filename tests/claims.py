@@ -123,6 +123,10 @@ def _all_of_it(before: dict[str, Any], code: int, after: dict[str, Any]) -> None
     assert after["program"]["ended"] in ("exit", "refused") and after["verdict"]["fits"] is not None
 
 
+def _with_the_largest_batch(before: dict[str, Any], code: int, after: dict[str, Any]) -> None:
+    assert after["program"]["asked"]["worst_batch"] and after["verdict"]["fits"] is not None
+
+
 def _recommended(before: dict[str, Any], code: int, after: dict[str, Any]) -> None:
     assert code == (0 if after["chosen"] else 3)
     assert after["chosen"] or after["alternatives"]
@@ -137,5 +141,10 @@ CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "the report of the largest": _the_largest,
     "whether later steps take more": _later,
     "the whole script": _all_of_it,
+    "whether its evaluation fits too": _all_of_it,
+    "whether all of its steps fit": _all_of_it,
+    "whether it fits with these parameters": _all_of_it,
+    "whether the steps of the other optimizer fit too": _all_of_it,
+    "what the largest batch needs": _with_the_largest_batch,
     "what would fit this GPU, or how many of them it takes": _recommended,
 }

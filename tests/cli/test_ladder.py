@@ -47,7 +47,7 @@ def test_fix_gives_the_report_of_the_fixed_run(memprof):
 def test_what_is_on_is_not_recommended(memprof, on):
     # A chunk of all tokens: the logits stay what they were.
     report = run(memprof, *on, vram="3GiB").json
-    (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
+    (finding,) = [finding for finding in report["findings"] if finding["id"] == "model-state"]
     assert ("chunked-loss" in finding["fixes"]) is ("--fix" not in on)
     assert "micro-batch" in finding["fixes"]
     if "--activation-checkpointing" in on:

@@ -34,7 +34,7 @@ def run(*options: str | Path, program: str = "fsdp2", backend: str = "gloo") -> 
 
 
 def test_each_rank_is_measured_and_they_stop_together(tmp_path):
-    done = run("--device", "cpu", "--json", "--save", tmp_path / "measured.memprof", program="pipeline")
+    done = run("--device", "cpu", "--steps", "2", "--json", "--save", tmp_path / "measured.memprof", program="pipeline")
     assert done.exit_code == 0, done.stderr
     measured: dict[str, Any] = json.loads(done.stdout)
     assert measured["source"] == "measured" and measured["program"]["ended"] == "steps"

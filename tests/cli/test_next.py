@@ -51,7 +51,7 @@ def saved(name, tmp_path, **changes):
             "memprof profile --model gpt2 --context-length 256 --batch-size 4 --gpu-vram 2.5 --fix "
             "compile,8-bit-optimizer,chunked-loss",
         ),
-        ("run", "whether later steps take more", "memprof run --steps 20 --gpu h100-80gb program.py"),
+        ("run", "whether its evaluation fits too", "memprof run --until-exit --gpu h100-80gb program.py"),
         ("run-until-exit", "what each finding means", "memprof help findings"),
     ],
 )

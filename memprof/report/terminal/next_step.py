@@ -180,7 +180,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return "whether the steps of the other optimizer fit too", run(until_exit=True, steps=None, timeout=None)
     if is_single and has_unseen_batches(document):
         if program.planned_steps is not None and program.planned_steps <= MAX_STEPS:
-            return f"whether all {program.planned_steps} steps fit", run(until_exit=True, steps=None, timeout=None)
+            return "whether all of its steps fit", run(until_exit=True, steps=None, timeout=None)
         if not spec.worst_batch:
             return "what the largest batch needs", run(worst_batch=True)
     if is_single and program.ended == "steps" and program.steps < MORE_STEPS:

@@ -19,7 +19,7 @@ from memprof.virtual.kernels import registry
 OF_NEWER_RELEASES = {"_c10d_functional._wrap_tensor_autograd", "aten._fused_rms_norm", "aten._fused_rms_norm_backward"}
 
 # What reads like one: a project, a class's attribute, a module of Python.
-NO_FILES = {"llama.cpp", "nvml.h", "transformer.h", "codegen.cpp"}
+NO_FILES = {"llama.cpp", "org/llama.cpp", "nvml.h", "transformer.h", "codegen.cpp"}
 
 TOY = '''
 """A family of one operator."""
