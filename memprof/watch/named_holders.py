@@ -101,6 +101,8 @@ def find_named_holders(
                     if id(value) in current_level:
                         add_name(value, HolderName(f"{module}.{variable}", None))
                 continue
+            if kind is dict and "__builtins__" in referrer:
+                continue  # the namespace of the program, which each of its functions has: its names are variables
             if kind is types.GeneratorType:
                 if referrer.gi_frame is not None:
                     for variable, value in read_local_variables(referrer.gi_frame).items():

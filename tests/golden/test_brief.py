@@ -16,6 +16,8 @@ from memprof.report.documents.limit import LargestSearch, LargestSearchRun
 from memprof.report.documents.report import Report
 from memprof.report.terminal.brief import MAX_CAUSES, render
 from memprof.report.terminal.console import to_text
+from memprof.run_spec import RunSpec
+from memprof.trace.facts import ProgramFacts
 from tests.golden.commands import KEPT
 from tests.golden.test_report import MIB, check, document
 
@@ -107,6 +109,20 @@ def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
         num_bytes = int(share * report.peak.categories["logits and loss"])
         assert (line in with_findings(report, finding("upcast", Severity.WARNING, num_bytes=num_bytes))) is is_told
     assert line not in with_findings(report, finding("idle-memory", Severity.WARNING, is_decisive=True))
+    assert line in with_findings(report, finding("fragmentation", Severity.WARNING, num_bytes=3 << 30))
+    fits = replace(report.verdict, fits=True, oom_stage=None)
+    for retries in (0, 1):
+        easy = replace(report, verdict=replace(fits, retries=retries))
+        assert (line in with_findings(easy, finding("upcast", Severity.WARNING))) is bool(retries)
+
+
+def test_a_page_on_findings_is_no_action_where_none_is_shown() -> None:
+    report = replace(
+        document(65536 * MIB), target=None, program=ProgramFacts(("a.py",), "exit", None, 2, (), asked=RunSpec())
+    )
+    assert "memprof help findings" in with_findings(report, finding("upcast", Severity.WARNING))
+    text = with_findings(report, *(finding("fragmentation", Severity.NOTE) for _ in range(1)))
+    assert "title of fragmentation" not in text and "memprof help findings" not in text
 
 
 def test_a_change_that_does_not_fit_is_suggested_only_where_none_does() -> None:

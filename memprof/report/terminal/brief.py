@@ -94,20 +94,22 @@ def _render_refused(document: Report, code_folder: Path | None) -> list[Renderab
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
     text = f"The failed allocation is {tensor}{f' by {operator}' * bool(operator)}, at {lines}."
+    advice = []
     if verdict.expandable_segments_help is not None:
         effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
-        text += f" {EXPANDABLE_SEGMENTS}, as torch advises, {effect}."
+        advice = [Text(f"{EXPANDABLE_SEGMENTS}, as torch advises, {effect}.")]
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
-    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
+    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted), *advice]
 
 
 def _render_causes(document: Report) -> list[RenderableType]:
     """Return the causes, a line each, and the largest tensors where these do not explain the run."""
     causes = list_causes(document)
     if causes:
-        is_explained = causes[0].is_decisive or document.verdict.fits is not False
+        is_easy = document.verdict.fits is not False and not document.verdict.retries
+        is_explained = causes[0].is_decisive or is_easy
         largest = () if is_explained else _describe_largest_category(document, causes[0])
         return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
     lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
@@ -151,7 +153,8 @@ def describe_cause(finding: Finding) -> str:
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
     """Yield a line on the category with most of the peak and its largest tensors, unless `finding` explains half."""
     category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1], default=("", 0))
-    if (finding.num_bytes or 0) < category_bytes / 2:
+    explained_bytes = 0 if finding.id == "fragmentation" else finding.num_bytes or 0  # which is beside all tensors
+    if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
         for line in _list_largest(document, tensors, 1):
@@ -206,7 +209,7 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
     next_step = choose_next_step(document)
-    if next_step and not (actions and next_step in HELP_STEPS):
+    if next_step and not (next_step in HELP_STEPS and (actions or not shown)):
         actions.append(Action(*next_step, command=True))
     return actions
 
@@ -272,7 +275,8 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
         row = replace(rows[i], num_rounds=with_tensors[i])
         usable, resident = document.device.usable_bytes, document.device.resident_bytes
         name, fit = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
-        sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
+        ended = row.oom and document.program is not None and document.program.ended == "refused"
+        sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
     omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []

@@ -30,7 +30,7 @@ def render_origin(tensor: LiveTensor) -> Text:
     text = Text(tensor.category)
     owner = tensor.name or tensor.module
     if owner:
-        text.append(f" {owner}")
+        text.append(f" {'of module ' * owner.isdecimal()}{owner}")
     operator = name_operator(tensor.op)
     if tensor.source and not tensor.name:
         operator = f", {operator}{' ' * bool(operator)}at {short_source(tensor.source)}"

@@ -91,6 +91,8 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
         reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}."
+        if (most_bytes := get_uncertain_peak(document)) > usable_bytes:
+            reason += f" {_describe_uncertainty(most_bytes)[:1].upper()}{_describe_uncertainty(most_bytes)[1:]}"
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
@@ -219,6 +221,10 @@ def _describe_errors(count: int) -> str:
     return f"{subject} raised and caught"
 
 
+def _describe_uncertainty(most_bytes: int) -> str:
+    return f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."
+
+
 def _list_unseen(document: Report) -> Iterator[str]:
     """Yield what a script had not come to when it was stopped, and may need more memory."""
     program = document.program
@@ -251,10 +257,8 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     if nccl is None and (unseen := next(_list_unseen(document), None)):
         return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
-        rest = (
-            f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."
-        )
-        return _label("Fits by an estimate", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {rest}")
+        rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes)}"
+        return _label("Fits by an estimate", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     min_bytes, max_bytes = nccl

@@ -21,6 +21,7 @@ from memprof.findings import find_all
 from memprof.trace.events import Holder, Trace
 from memprof.units import MIB
 from memprof.watch import holders
+from memprof.watch.named_holders import find_named_holders
 from tests.lanes import by_day
 from tests.unit.full_gpu import run_out_of_memory
 
@@ -550,3 +551,12 @@ def test_one_call_after_the_last_backward_is_no_sum() -> None:
         print(total)
 
     assert not run_out_of_memory(program, 1000 * MIB).ledger.trace.holders
+
+
+def test_a_class_of_a_program_does_not_keep_what_its_namespace_has() -> None:
+    """Its methods have the namespace as their globals, in which the tensor is a variable."""
+    namespace: dict[str, Any] = {"__name__": "no module"}
+    exec("class Decoder:\n    def forward(self): ...\n", namespace)
+    namespace["outputs"] = kept = torch.zeros(2)
+    found = find_named_holders({id(kept): (kept, 0)}, types.SimpleNamespace(names={}, tensors=[]))
+    assert [name.name for holder in found for name in holder.names if "Decoder" in name.name] == []

@@ -13,7 +13,7 @@ from memprof.flows.account import analyze
 from memprof.report.terminal.brief import _Fitting, list_actions, render
 from memprof.report.terminal.console import to_text
 from memprof.trace.events import PhaseKind
-from memprof.trace.facts import DeviceFacts, Facts
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -50,6 +50,18 @@ def test_stages_of_one_name_are_one_row() -> None:
         ["setup", "4.00", "4.00"], ["backward,", "3", "times", "<-", "peak", "36.00", "4.00"],
         ["optimizer", "step,", "3", "times", "12.00", "4.00"],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ended", "at_its_end"), [("refused", "-"), ("steps", "60.00")])
+def test_a_stage_in_which_the_script_ended_has_no_end(ended: str, at_its_end: str) -> None:
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), ended, None, 1, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), program=program)
+    b.alloc(20 * MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(40 * MIB)
+    line = next(one for one in to_text(render(analyze(b.trace))).splitlines() if "<- peak" in one)
+    assert line.split()[-4] == at_its_end and line.endswith("out of memory")
 
 
 def test_one_stage_alone_is_no_table() -> None:

@@ -63,6 +63,9 @@ def test_an_operator_is_named_as_programs_call_it(op: str, name: str) -> None:
     ],
 )  # fmt: skip
 def test_origin(op: str, name: str | None, text: str) -> None:
+    """A module of which only a number is known is said to be one."""
     found = document().peak.tensors[0]
     tensor = replace(found, category="activations", module="layer", name=name, op=op, source="a.py:7 forward")
     assert render_origin(tensor).plain == text
+    numbered = render_origin(replace(tensor, module="1")).plain
+    assert numbered == text.replace("activations layer", "activations of module 1")
