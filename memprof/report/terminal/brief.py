@@ -182,12 +182,16 @@ class Action(NamedTuple):
 def _render_actions(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return what `list_actions` does, in a section."""
     lines: list[RenderableType] = []
-    for text, code, is_command in list_actions(document, code_folder):
+    actions = list_actions(document, code_folder)
+    for text, code, is_command in actions:
         if is_command:
             lines += [Text(f"- {text}:"), indent(ShellCommand(code))]
         else:
             lines += [Text(f"- {text}", style="green"), *([dim(f"    {code}")] if code else [])]
-    return [make_section("Do", *lines, below=1)] if lines else []
+    is_cut = document.program is not None and document.program.ended == "refused"
+    has_needs = is_cut and any(": needs " in action.text for action in actions)
+    note = " (what a change needs is up to the failed allocation; the rest was not run)" * has_needs
+    return [make_section(f"Do{note}", *lines, below=1)] if lines else []
 
 
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:

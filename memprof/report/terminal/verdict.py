@@ -90,9 +90,9 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
-        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}."
-        if (most_bytes := get_uncertain_peak(document)) > usable_bytes:
-            reason += f" {_describe_uncertainty(most_bytes)[:1].upper()}{_describe_uncertainty(most_bytes)[1:]}"
+        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}"
+        most_bytes = get_uncertain_peak(document)
+        reason += f"; {_describe_uncertainty(most_bytes)}" if most_bytes > usable_bytes else "."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
