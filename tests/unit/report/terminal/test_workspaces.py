@@ -55,7 +55,7 @@ def test_a_run_that_fits_by_the_rule_may_not(most_mib: int, is_certain: bool) ->
     retried = dataclasses.replace(found, verdict=dataclasses.replace(found.verdict, retries=1))
     text = " ".join(to_text(render(retried, quiet=True)).split())
     assert text.startswith("Fits, with allocator retries: ")
-    assert ("; it may not fit, if cuDNN takes more for convolutions: tensors take up to 65.00" in text) is not is_certain
+    assert ("; it may not fit, if cuDNN takes more for convolutions: " in text) is not is_certain
 
 
 def test_nothing_is_said_of_another_gpu() -> None:
