@@ -10,7 +10,7 @@ from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import NONE, Trace
 from memprof.units import format_bytes
 
-MIN_CAUSE_SHARE = 0.05  # of the peak, where memory ended the run
+MIN_CAUSE_SHARE = 0.02  # of the peak or of what is reserved, where memory ended the run
 
 
 def compute_needs_without(context: Context, storages: Iterable[int]) -> MemoryNeeds:
@@ -41,8 +41,10 @@ def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
     ledger = context.ledger
     if needs is None or not needs.fits or ledger.run.fits:
         return False
-    saved_bytes = ledger.peak_bytes - needs.allocated_bytes
-    return not ledger.trace.ended_out_of_memory or saved_bytes >= MIN_CAUSE_SHARE * ledger.peak_bytes
+    allocated_share = needs.allocated_bytes / ledger.peak_bytes
+    reserved_share = needs.required_reserved_bytes / ledger.run.required_reserved_bytes
+    saves_enough = min(allocated_share, reserved_share) <= 1 - MIN_CAUSE_SHARE
+    return saves_enough or not ledger.trace.ended_out_of_memory
 
 
 def describe_cure(context: Context) -> str:

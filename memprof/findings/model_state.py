@@ -37,7 +37,9 @@ def find(context: Context) -> list[Finding]:
     title += f": more than the {format_bytes(usable_bytes)} that the GPU has for them"
     found = suggest(context)
     fixes = list_fix_names(found)
-    return [Finding("model-state", Severity.WARNING, title, num_bytes, (), fixes, is_decisive=True, suggestions=found)]
+    return [
+        Finding("model-state", Severity.WARNING, title, num_bytes, (), fixes, is_decisive=is_cut, suggestions=found)
+    ]
 
 
 def _compute_step_bytes(context: Context) -> int:

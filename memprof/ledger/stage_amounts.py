@@ -93,7 +93,8 @@ def build_stages(
             "measured_peak_bytes": measured_peaks.get(span.begin),
         }
         span_fields = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
-        source = _find_line(trace, span) if span.plain_name in OWN_CODE else None
+        is_own = span.plain_name in OWN_CODE and trace.facts.target is None  # else of memprof's own workload
+        source = _find_line(trace, span) if is_own else None
         stages.append(Stage(**span_fields, **amounts, oom=oom is not None and oom.stage == span, source=source))
     return stages
 

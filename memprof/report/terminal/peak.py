@@ -79,5 +79,5 @@ def render_tensors(document: Report) -> RenderableType:
     table = make_table(f">{unit.name}", ">x", "|shape", "~what it is", optional=("shape", "x"))
     for tensor in merge_equal_tensors(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{format_shape(tensor.shape)} {tensor.dtype}"
-        table.add_row(unit.format(tensor.num_bytes), str(tensor.count), shape, render_origin(tensor))
+        table.add_row(unit.format(tensor.num_bytes), str(tensor.count), shape, render_origin(tensor, in_table=True))
     return make_section("Largest tensors live at the peak", table, below=1)

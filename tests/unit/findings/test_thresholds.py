@@ -374,14 +374,14 @@ def test_the_lines_that_led_to_a_tensor_follow_its_own() -> None:
     assert finding.evidence[4].text.endswith("at nets/net.py:1, called at me/model.py:3")
 
 
-@pytest.mark.parametrize(("ended", "saved_mib", "is_cause"), [(True, 49, False), (True, 50, True), (False, 1, True)])
-def test_what_lets_one_more_allocation_succeed_is_a_cause_from_a_twentieth_of_the_peak_on(
+@pytest.mark.parametrize(("ended", "saved_mib", "is_cause"), [(True, 19, False), (True, 20, True), (False, 1, True)])
+def test_what_lets_one_more_allocation_succeed_is_a_cause_from_a_fiftieth_of_the_peak_on(
     ended: bool, saved_mib: int, is_cause: bool
 ) -> None:
     """The peak of 1,000 MiB does not fit; of a run that went on past it, each byte decides."""
     b = TraceBuilder(PhaseKind.FORWARD)
     b.alloc(1000 * MIB)
     b.trace.ended_out_of_memory = ended
-    needs = MemoryNeeds(0, True, (1000 - saved_mib) * MIB)
+    needs = MemoryNeeds(1000 * MIB, True, (1000 - saved_mib) * MIB)
     assert is_decisive(b.context(990 * MIB), needs) is is_cause
     assert not is_decisive(b.context(990 * MIB), needs._replace(fits=False))

@@ -229,5 +229,7 @@ def test_ctrl_c_prints_the_table_so_far(tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     document = Sweep.from_json(json.loads(stdout))
     assert process.returncode == 130 and document.ended == "interrupted", stderr
-    assert document.count("run") + document.count("left") == 48 and document.count("run") >= 4
+    assert (
+        document.count("run") + document.count("left") == 48 and document.count("run") >= 3
+    )  # that of the fourth may come
     assert not [*tmp_path.glob(".*.claim.*")]
