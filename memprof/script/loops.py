@@ -66,22 +66,27 @@ class Position:
 def find_position(step: int, frame: FrameType | None) -> Position:
     """Return the position after training step `step`: the loops around the lines of `frame` and its callers."""
     loops: list[Loop] = []
-    while frame is not None and frame.f_code.co_filename != program.__file__:  # memprof's frames are not the program's
-        if is_program(frame.f_code):
-            loops[:0] = _find_loops_around(frame)
-        frame = frame.f_back
+    for caller in list_frames(frame):
+        if is_program(caller.f_code):
+            loops[:0] = _find_loops_around(caller)
     return Position(step, tuple(loops))
+
+
+def list_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield `frame` and its callers, innermost first, up to memprof's own that run the program."""
+    while frame is not None and frame.f_code.co_filename != program.__file__:
+        yield frame
+        frame = frame.f_back
 
 
 def list_loop_texts(frame: FrameType | None) -> Iterator[str]:
     """Yield the source text of the outermost loop in each function that is running, of `frame` and its callers."""
-    while frame is not None and frame.f_code.co_filename != program.__file__:
-        if is_program(frame.f_code):
-            lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-            around = _select_loops(frame, _parse_loops("".join(lines)) or ())
-            if outermost := next(around, None):
+    for caller in list_frames(frame):
+        if is_program(caller.f_code):
+            lines = linecache.getlines(caller.f_code.co_filename, caller.f_globals)
+            outermost = next(_select_loops(caller, _parse_loops("".join(lines)) or ()), None)
+            if outermost is not None:
                 yield "".join(lines[outermost.lineno - 1 : outermost.end_lineno])
-        frame = frame.f_back
 
 
 def is_second_half(position: Position) -> bool:

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from memprof.script import program
-from memprof.script.loops import list_loop_texts
+from memprof.script.loops import list_frames, list_loop_texts
 from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
@@ -83,10 +82,7 @@ def may_train(error: BaseException) -> bool:
 
 def _list_running_files(frame: FrameType | None) -> set[str]:
     """Return the files of the own code of the program that runs `frame`."""
-    running = []
-    while frame is not None and frame.f_code.co_filename != program.__file__:  # what runs the program is not its own
-        running.append(frame.f_code.co_filename)
-        frame = frame.f_back
+    running = [caller.f_code.co_filename for caller in list_frames(frame)]
     return _list_own_files(reversed(running))
 
 

@@ -121,7 +121,7 @@ def test_a_page_on_findings_is_no_action_where_none_is_shown() -> None:
         document(65536 * MIB), target=None, program=ProgramFacts(("a.py",), "exit", None, 2, (), asked=RunSpec())
     )
     assert "memprof help findings" in with_findings(report, finding("upcast", Severity.WARNING))
-    text = with_findings(report, *(finding("fragmentation", Severity.NOTE) for _ in range(1)))
+    text = with_findings(report, finding("fragmentation", Severity.NOTE))
     assert "title of fragmentation" not in text and "memprof help findings" not in text
 
 

@@ -88,7 +88,7 @@ def test_before_what_may_need_more_a_run_fits_so_far(
         ("exit", (60, 95, 98, 96, 100), False, False),  # there are no more
         ("steps", (60, 50, 100, 50, 100), False, False),  # steps of two optimizers, in turn
         ("steps", (60, 100, 98, 96, 95), True, False),  # --worst-batch found the largest
-        ("steps", (60, 95, 98, 96, 100), True, True),  # and here no data loader
+        ("steps", (60, 95, 100, 98, 96), True, True),  # in the first two steps; and here no data loader
     ],
 )
 def test_where_batches_differ_those_of_later_steps_may_need_more(
@@ -103,6 +103,16 @@ def test_where_batches_differ_those_of_later_steps_may_need_more(
     assert ("batches differ in size, and those of later steps may need more" in text) == may_be_larger
     step = choose_next_step(dataclasses.replace(report, source="simulated"))
     assert (step is not None and step[0] == "what the largest batch needs") == (may_be_larger and not is_sought)
+
+
+@pytest.mark.parametrize(("planned", "runs_all"), [(1000, True), (1001, False), (None, False)])
+def test_up_to_a_thousand_steps_are_run_to_their_end(document: Report, planned: int | None, runs_all: bool) -> None:
+    steps = tuple(BatchStep(step, None, peak * MIB, 0, 0) for step, peak in enumerate((60, 95, 98, 96, 100), 1))
+    program = ProgramFacts(("a.py",), "steps", None, 5, (), asked=RunSpec(), planned_steps=planned)
+    batches = Batches(None, None, None, steps, ())
+    step = choose_next_step(dataclasses.replace(document, batches=batches, program=program, source="simulated"))
+    assert step is not None
+    assert step[0] == ("whether all of its steps fit" if runs_all else "what the largest batch needs")
 
 
 def test_what_the_gpu_must_have_includes_the_context() -> None:
