@@ -49,7 +49,7 @@ class Sglang(Extension):
         if _KERNELS not in sys.modules and importlib.util.find_spec(_KERNELS) is None:
             yield
             return
-        from memprof.stubs.sglang import operators  # noqa: F401 (it registers functions)
+        from memprof.stubs.sglang import operators, quantization  # noqa: F401 (they register functions)
 
         finder = BinaryFinder(_KERNELS, lambda: context.assume(_NOT_LOADED))
         sys.meta_path.insert(0, finder)
