@@ -135,17 +135,30 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     return by_lowercase[matches[0]] if matches else None
 
 
+_MAX_LONGER = 6  # names that a hint lists of those that begin with what was given
+
+
+def suggest_name(name: str, choices: Iterable[str]) -> str | None:
+    """Return the question which of `choices` was meant by `name`: those that begin with it (the sizes of a chip or of a
+    model, in their order), else the most similar; None if none is similar."""
+    choices = list(choices)
+    longer = [choice for choice in choices if name and choice.lower().startswith(f"{name.lower()}-")]
+    if len(longer) > 1:
+        more = f" ({len(longer)} in all)" if len(longer) > _MAX_LONGER else ""
+        return f"did you mean one of {', '.join(longer[:_MAX_LONGER])}{more}?"
+    closest = nearest(name, choices)
+    return None if closest is None else f"did you mean {closest!r}?"
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
-    """Return a UsageError for the unknown `name` of a `kind`; the hint suggests a similar choice, or lists choices.
-    `see` is added to the hint."""
+    """Return a UsageError for the unknown `name` of a `kind`; the hint suggests choices, or lists them. `see` is
+    added to the hint."""
+    choices = list(choices)
     names = sorted(choices)
-    suggestion = nearest(name, names)
-    if suggestion is not None:
-        hint = f"did you mean {suggestion!r}?"
-    elif len(names) <= 30:
-        hint = "known: " + ", ".join(names)
-    else:
-        hint = f"{len(names)} are known, {names[0]!r} to {names[-1]!r} among them"
+    hint = suggest_name(name, choices)
+    if hint is None:
+        listed = "known: " + ", ".join(names)
+        hint = listed if len(names) <= 30 else f"{len(names)} are known, {names[0]!r} to {names[-1]!r} among them"
     if see:
         hint += f" {see}"
     return UsageError(f"unknown {kind}", value=repr(name), hint=hint)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT
-from memprof.errors import UsageError, nearest
+from memprof.errors import UsageError, suggest_name
 from memprof.units import GIB, MIB
 
 UNLIMITED = (1 << 64) - 1  # max_split_size when it is not set (SIZE_MAX)
@@ -156,8 +156,7 @@ class _SettingsParser:
             key = self._take_token()
             parser = self.parsers.get(key)
             if parser is None:
-                suggestion = nearest(key, self.parsers)
-                hint = f"did you mean {suggestion!r}?" if suggestion else "known: " + ", ".join(sorted(self.parsers))
+                hint = suggest_name(key, self.parsers) or "known: " + ", ".join(sorted(self.parsers))
                 raise self._build_error(f"unknown allocator setting {key!r}", hint)
             self._expect_token(":", after=key)
             value, field = parser(key), key.removesuffix("_mb")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memprof.allocator.messages import MpsOutOfMemoryError
-from memprof.errors import MemprofError, UsageError, error_text, first_line, nearest
+from memprof.errors import MemprofError, UsageError, error_text, first_line, nearest, suggest_name
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
 from memprof.workload.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
@@ -91,8 +91,8 @@ def _make_source(spec: TargetSpec) -> ModelSource:
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
         return _make_folder_source(path, spec)
-    closest = nearest(name, [alias for entry in list_models() for alias in (entry.key, entry.hf_id)])
-    hint = f"did you mean {closest!r}?" if closest else "`memprof models` lists the catalog"
+    names = [*(entry.key for entry in list_models()), *(entry.hf_id for entry in list_models())]
+    hint = suggest_name(name, names) or "`memprof models` lists the catalog"
     raise UsageError(
         "unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)"
     )

@@ -12,6 +12,7 @@ from memprof.errors import (
     nearest,
     not_installed,
     printable,
+    suggest_name,
     unknown_name,
 )
 
@@ -57,6 +58,16 @@ def test_what_is_not_installed() -> None:
 )
 def test_the_nearest_name(name: str, choices: list[str], found: str | None) -> None:
     assert nearest(name, choices) == found
+
+
+def test_names_that_begin_with_what_was_given_are_its_sizes() -> None:
+    sizes = ["chip-8gb", "chip-16gb", "chip"]
+    assert suggest_name("Chip", sizes) == "did you mean one of chip-8gb, chip-16gb?"
+    assert suggest_name("chip", ["chip-8gb", "chips"]) == "did you mean 'chips'?"
+    assert suggest_name("chip", [f"chip-{size}" for size in "1234567"]) == (
+        "did you mean one of chip-1, chip-2, chip-3, chip-4, chip-5, chip-6 (7 in all)?"
+    )
+    assert suggest_name("", ["-8gb", "-16gb"]) is None
 
 
 def test_an_unknown_name_has_a_suggestion_else_few_names_are_listed() -> None:

@@ -55,9 +55,5 @@ def test_a_mac_has_less_for_its_gpu_than_memory():
 
 def test_a_chip_that_is_sold_with_fewer_cores_has_them_at_its_sizes():
     assert [find_gpu(f"m5-max-{size}gb").num_sms for size in (36, 48, 128)] == [32, 40, 40]
-    assert [find_gpu(f"m6-{size}gb").memory_bandwidth for size in (16, 24, 32)] == [
-        153 * 10**9,
-        170 * 10**9,
-        170 * 10**9,
-    ]
+    assert [find_gpu(f"m6-{size}gb").memory_bandwidth // 10**9 for size in (16, 24, 32)] == [153, 170, 170]
     assert find_gpu("m5-ultra-512gb").memory_bandwidth == 1200 * 10**9
