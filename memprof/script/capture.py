@@ -20,7 +20,7 @@ from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
 from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
-from memprof.script.own_code import has_evaluation, has_unfreezing, may_train
+from memprof.script.own_code import has_evaluation, has_training, has_unfreezing, may_train
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -117,9 +117,11 @@ class _StopRecord:
 
     def record_engine(self, budget: EngineBudget) -> None:
         """Record the start of an inference engine; raise StopRun if it is ready and the rule stops the script then,
-        unless the script trains beside it."""
+        unless the script trains beside it, or will (TRL's trainers make their engine first)."""
         self.engine = budget
-        if budget.starts and self._rule.stops_at_ready and not self._device.phases.optimizers:
+        if not budget.starts or not self._rule.stops_at_ready:
+            return
+        if not self._device.phases.optimizers and not has_training(sys._getframe(1)):
             with self.record_stop():
                 raise StopRun(EndReason.READY)
 

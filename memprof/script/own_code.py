@@ -1,9 +1,11 @@
 """Search in a program's own code for what a run may not reach: an evaluation, or parameters that are unfrozen, if it is
-stopped after some training steps; and training, if memory runs out in its first call of a model."""
+stopped after some training steps; and training, if memory runs out in its first call of a model, or as an engine is
+ready."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import re
 import sys
@@ -45,6 +47,11 @@ _TRAINING_CALL = re.compile(r"\w*backward\w*|\w*[oO]ptim\w*|_?fit(?:_\w+)?|train
 def has_evaluation(frame: FrameType | None) -> bool:
     """Return whether the program that runs `frame` has code of its own that evaluates."""
     return any(_EVALUATION.search("".join(linecache.getlines(file))) for file in _list_running_files(frame))
+
+
+def has_training(frame: FrameType | None) -> bool:
+    """Return whether the program that runs `frame` has code of its own that trains."""
+    return any(map(_TRAINING.fullmatch, itertools.chain(*map(_list_names, _list_running_files(frame)))))
 
 
 def has_unfreezing(frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.own_code import has_evaluation, has_unfreezing, may_train
+from memprof.script.own_code import has_evaluation, has_training, has_unfreezing, may_train
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -98,6 +98,7 @@ def error_of(file: Path, text: str, names: dict[str, object] | None = None) -> Z
 )
 def test_words_of_training(tmp_path: Path, line: str, trains: bool) -> None:
     assert may_train(error_of(tmp_path / "serve.py", f"if 0:\n    {line}\n1 / 0\n")) == trains
+    assert has_training(frame_of(tmp_path / "serve.py", f"if 0:\n    {line}\nstop()\n")) == trains
 
 
 def test_code_that_cannot_be_read_may_train(tmp_path: Path) -> None:
