@@ -98,8 +98,8 @@ def _list_layer_bytes(model: ServedModel, gguf_type: str) -> Iterator[int]:
     main, more, _ = GGUF_TYPES[gguf_type]
     g = model.geometry
     parts = [part for part in list_parts(model) if part.name not in ("embedding", "output head", "positions")]
-    matrices = sum(part.count * part.copies for part in parts if part.is_linear)
-    others = sum(part.count * part.copies for part in parts if not part.is_linear)
+    matrices = sum(part.count * part.copies for part in parts if part.block)
+    others = sum(part.count * part.copies for part in parts if not part.block)
     values = g.hidden * g.kv_width if model.latent is None else 0
     down = sum(part.count * part.copies for part in parts if part.name in ("MLP down", "experts' down")) // g.layers
     for index in range(g.layers):
@@ -153,7 +153,7 @@ def _list_changes(
     excess += _count_compute_bytes(model, options.max_num_batched_tokens or _UBATCH)
     if model.experts is not None and excess > 0:
         main = GGUF_TYPES[gguf_type][0]
-        per_layer = sum(_count_type_bytes(part.count, main) for part in list_parts(model) if part.is_expert)
+        per_layer = sum(_count_type_bytes(part.count, main) for part in list_parts(model) if part.block == "experts")
         count = -(-excess // per_layer)
         if count <= model.experts.num_layers:
             tokens = round(cache / count_cache_token_bytes(model, options.kv_cache_dtype))

@@ -11,6 +11,7 @@ from typing import Any
 
 from memprof.errors import unknown_name
 from memprof.estimate.serving.model import ServedModel, build_served_model
+from memprof.estimate.serving.unquantized import list_published_exceptions
 from memprof.workload.catalog import find_model, has_model, list_models, read_config_file, resolve_size
 
 _HINT = "('memprof models' lists more; a folder with config.json also works)"
@@ -40,23 +41,27 @@ def load_served_model(name: str, *, is_size: bool = False) -> ServedModel:
     if path.exists() or name.endswith(".json"):
         file, config = read_config_file(path)
         return build_served_model(config, file.resolve().parent.name, str(file.parent))
-    plain_name, quantization = _split_quantization(name)
+    plain_name, ending = _split_quantization(name)
     found = _find_config(plain_name)
     if found is None:
         raise unknown_name("model", name, [*(entry.key for entry in list_models()), *_read_models()], see=_HINT)
     config, shown, hf_id, num_parameters = found
     if plain_name != name:
-        config, shown, hf_id = {**config, "quantization_config": {"quant_method": quantization}}, name, name
+        kept = list_published_exceptions(
+            name, ending, has_experts=build_served_model(config, shown, hf_id).experts is not None
+        )
+        quantization = {"quant_method": _QUANTIZED_ENDINGS[ending], "ignore": kept}
+        config, shown, hf_id = {**config, "quantization_config": quantization}, name, name
     return replace(build_served_model(config, shown, hf_id), num_parameters=num_parameters)
 
 
-def _split_quantization(name: str) -> tuple[str, str | None]:
-    """Return a name without the ending of a quantized checkpoint, and its format."""
+def _split_quantization(name: str) -> tuple[str, str]:
+    """Return a name without the ending of a quantized checkpoint, and that ending in lower case; "": it has none."""
     folded = name.lower()
     for ending in sorted(_QUANTIZED_ENDINGS, key=len, reverse=True):
         if folded.endswith(ending) and not has_model(name):
-            return name[: -len(ending)], _QUANTIZED_ENDINGS[ending]
-    return name, None
+            return name[: -len(ending)], ending
+    return name, ""
 
 
 def _find_config(name: str) -> tuple[dict[str, Any], str, str, int | None] | None:

@@ -8,12 +8,13 @@ are divided; norms and routers are on every rank; a key head is on several ranks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry
 from memprof.estimate.serving.model import Experts, Latent, ServedModel
+from memprof.estimate.serving.unquantized import BLOCKS, compute_kept_shares
 from memprof.units import MIB, round_up
 
 VOCABULARY_PADDING = 64  # vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
@@ -27,17 +28,18 @@ class Part:
     name: str
     count: int  # Elements of one tensor.
     copies: int = 1
-    is_linear: bool = False  # A matrix of a linear layer or of experts, which quantization makes smaller.
-    is_expert: bool = False
+    block: str = (
+        ""  # Of a matrix of a linear layer or of experts, which quantization makes smaller: what it belongs to.
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """A format of quantized matrices: bytes per weight, scales included; `experts_only`: other matrices are not."""
+    """A format of quantized matrices: bytes per weight, scales included."""
 
     name: str
     bytes_per_weight: float
-    experts_only: bool = False
+    kept: Mapping[str, float] = field(default_factory=dict)  # By block: the share of its layers that is not quantized.
 
 
 # Bits of a weight, and bits of scales and zeros over the weights of a group. fp8: one scale for a row or matrix, or a
@@ -53,7 +55,8 @@ _BYTES_PER_WEIGHT = {
 def find_weight_format(model: ServedModel, requested: str | None) -> WeightFormat | None:
     """Return the format of a model's weights: the requested one, else that of its configuration; None: not quantized.
     Raises UsageError: the closed form does not know it."""
-    published = _read_format(model.config.get("quantization_config") or model.text.get("quantization_config"))
+    entry = model.config.get("quantization_config") or model.text.get("quantization_config")
+    published = _read_format(entry)
     if requested is not None and published is not None and requested != published:
         hint = f"leave out --quantize, or name the model whose weights are not {published}"
         raise UsageError("the model's weights are quantized in another format", value=requested, hint=hint)
@@ -63,7 +66,10 @@ def find_weight_format(model: ServedModel, requested: str | None) -> WeightForma
     if name not in _BYTES_PER_WEIGHT:
         hint = f"it knows {', '.join(_BYTES_PER_WEIGHT)}"
         raise UsageError("the closed form does not know this format of weights", value=name, hint=hint)
-    return WeightFormat(name, _BYTES_PER_WEIGHT[name], experts_only=name == "mxfp4" and model.family == "gpt_oss")
+    kept = compute_kept_shares(entry, model.geometry.layers)
+    if name == "mxfp4" and model.family == "gpt_oss":
+        kept = dict.fromkeys(BLOCKS, 1.0) | {"experts": 0.0}
+    return WeightFormat(name, _BYTES_PER_WEIGHT[name], kept)
 
 
 def _read_format(entry: Mapping[str, Any] | None) -> str | None:
@@ -109,13 +115,18 @@ def count_weight_bytes(
     itemsize = get_itemsize(model.dtype)
     total = 0
     for part in list_parts(model, tensor_parallel):
-        is_quantized = weight_format is not None and part.is_linear
-        if is_quantized and weight_format is not None and weight_format.experts_only:
-            is_quantized = part.is_expert
-        rate = weight_format.bytes_per_weight if is_quantized and weight_format else itemsize
-        if is_quantized and part.is_expert and weight_format is not None and weight_format.name == "mxfp4":
+        kept = (
+            round(part.copies * weight_format.kept.get(part.block, 0.0))
+            if part.block and weight_format
+            else part.copies
+        )
+        total += kept * round_allocation(part.count * itemsize, limits_splits=limits_splits)
+        if weight_format is None or kept == part.copies:
+            continue
+        rate = weight_format.bytes_per_weight
+        if part.block == "experts" and weight_format.name == "mxfp4":
             rate *= _compute_mxfp4_padding(model, tensor_parallel, capability)
-        total += part.copies * round_allocation(round(part.count * rate), limits_splits=limits_splits)
+        total += (part.copies - kept) * round_allocation(round(part.count * rate), limits_splits=limits_splits)
     if model.latent is not None and weight_format is not None:
         # Copies of the projection of keys and values that is absorbed into queries and output, not quantized
         # (vllm/model_executor/layers/attention/mla_attention.py, process_weights_after_loading).
@@ -237,20 +248,22 @@ def _list_projections(
     """Yield queries, keys and values as one matrix, and the output; `num_kv` is 1 if the values are the keys."""
     queries = heads // tp * head_dim
     width = queries * (1 + gate) + num_kv * max(1, kv_heads // tp) * head_dim
-    yield Part("qkv", hidden * width, layers, is_linear=True)
-    yield Part("attention output", hidden * queries, layers, is_linear=True)
+    yield Part("qkv", hidden * width, layers, block="attention")
+    yield Part("attention output", hidden * queries, layers, block="attention")
 
 
 def _list_latent_parts(g: DecoderGeometry, latent: Latent, tp: int) -> Iterator[Part]:
     head_width = latent.nope + latent.rope
     if latent.q_rank:
-        yield Part("compression", g.hidden * (latent.q_rank + latent.cached_width), g.layers, is_linear=True)
-        yield Part("queries", latent.q_rank * g.heads * head_width // tp, g.layers, is_linear=True)
+        yield Part("compression", g.hidden * (latent.q_rank + latent.cached_width), g.layers, block="attention")
+        yield Part("queries", latent.q_rank * g.heads * head_width // tp, g.layers, block="attention")
     else:
-        yield Part("compression", g.hidden * latent.cached_width, g.layers, is_linear=True)
-        yield Part("queries", g.hidden * g.heads * head_width // tp, g.layers, is_linear=True)
-    yield Part("keys, values", latent.kv_rank * g.heads * (latent.nope + latent.value) // tp, g.layers, is_linear=True)
-    yield Part("attention output", g.heads * latent.value * g.hidden // tp, g.layers, is_linear=True)
+        yield Part("compression", g.hidden * latent.cached_width, g.layers, block="attention")
+        yield Part("queries", g.hidden * g.heads * head_width // tp, g.layers, block="attention")
+    yield Part(
+        "keys, values", latent.kv_rank * g.heads * (latent.nope + latent.value) // tp, g.layers, block="attention"
+    )
+    yield Part("attention output", g.heads * latent.value * g.hidden // tp, g.layers, block="attention")
 
 
 def _list_mlp_parts(model: ServedModel, tp: int) -> Iterator[Part]:
@@ -263,10 +276,10 @@ def _list_mlp_parts(model: ServedModel, tp: int) -> Iterator[Part]:
     num_shared = int(model.text.get("num_kv_shared_layers") or 0)
     if model.text.get("use_double_wide_mlp") and num_shared:  # Gemma 4: layers that share keys and values.
         num_dense -= num_shared
-        yield Part("wide MLP up", 2 * ups * g.hidden * width, num_shared, is_linear=True)
-        yield Part("wide MLP down", 2 * g.hidden * width, num_shared, is_linear=True)
-    yield Part("MLP up", ups * g.hidden * width, num_dense, is_linear=True)
-    yield Part("MLP down", g.hidden * width, num_dense, is_linear=True)
+        yield Part("wide MLP up", 2 * ups * g.hidden * width, num_shared, block="mlp")
+        yield Part("wide MLP down", 2 * g.hidden * width, num_shared, block="mlp")
+    yield Part("MLP up", ups * g.hidden * width, num_dense, block="mlp")
+    yield Part("MLP down", g.hidden * width, num_dense, block="mlp")
     if g.has_mlp_bias:
         yield Part("MLP biases", ups * width + g.hidden, num_dense)
 
@@ -275,13 +288,13 @@ def _list_expert_parts(model: ServedModel, experts: Experts, tp: int) -> Iterato
     hidden, count, layers = model.geometry.hidden, experts.count, experts.num_layers
     ups, inner = 2 if experts.is_gated else 1, experts.hidden or hidden
     width = experts.width // tp
-    yield Part("experts' up", count * ups * inner * width, layers, is_linear=True, is_expert=True)
-    yield Part("experts' down", count * inner * width, layers, is_linear=True, is_expert=True)
+    yield Part("experts' up", count * ups * inner * width, layers, block="experts")
+    yield Part("experts' down", count * inner * width, layers, block="experts")
     if experts.shared_width:
-        yield Part("shared expert's up", ups * hidden * experts.shared_width // tp, layers, is_linear=True)
-        yield Part("shared expert's down", hidden * experts.shared_width // tp, layers, is_linear=True)
+        yield Part("shared expert's up", ups * hidden * experts.shared_width // tp, layers, block="shared expert")
+        yield Part("shared expert's down", hidden * experts.shared_width // tp, layers, block="shared expert")
     if experts.hidden:
-        yield Part("projections of experts", 2 * hidden * experts.hidden, layers, is_linear=True)
+        yield Part("projections of experts", 2 * hidden * experts.hidden, layers, block="shared expert")
     router = count * hidden + (count if experts.has_bias or model.family in ("deepseek_v3", "glm4_moe") else 0)
     router += hidden if experts.has_shared_gate else 0
     if model.global_geometry is not None:
@@ -294,8 +307,8 @@ def _list_expert_parts(model: ServedModel, experts: Experts, tp: int) -> Iterato
 def _list_state_parts(model: ServedModel, tp: int) -> Iterator[Part]:
     state, num_states = model.state, sum(layer.kind == "state" for layer in model.layers)
     assert state is not None
-    yield Part("state input", state.input_parameters // tp, num_states, is_linear=True)
-    yield Part("state output", state.output_parameters // tp, num_states, is_linear=True)
+    yield Part("state input", state.input_parameters // tp, num_states, block="state")
+    yield Part("state output", state.output_parameters // tp, num_states, block="state")
     yield Part("state's own", state.other_parameters // tp + state.replicated_parameters, num_states)
 
 

@@ -126,7 +126,7 @@ def test_unknown_formats_are_refused() -> None:
 def test_quantization_leaves_embeddings_alone() -> None:
     model = build_served_model(LLAMA, "tiny")
     plain = count_weight_bytes(model, None, 1)
-    linear = sum(part.count * part.copies for part in list_parts(model) if part.is_linear)
+    linear = sum(part.count * part.copies for part in list_parts(model) if part.block)
     quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1)
     assert plain - quantized == linear
 
