@@ -59,8 +59,9 @@ def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> Profi
     """Return the peak of the profile run on one rank."""
     kept = _count_kept_bytes(model, settings)
     peaks = [ProfilePeak(num_bytes + kept, reason) for num_bytes, reason in _list_moments(model, settings)]
-    encoder, tokens, itemsize = model.images, settings.max_num_batched_tokens, get_itemsize(model.dtype)
-    if encoder is not None and settings.profiles_images:
+    tokens, itemsize = settings.max_num_batched_tokens, get_itemsize(model.dtype)
+    if model.images is not None and settings.profiles_images:
+        encoder = model.images.widen_to_video(settings.max_model_len)
         held = encoder.count_kept_bytes(tokens, model.geometry.hidden, itemsize)
         count = encoder.count_images(tokens)
         peaks = [ProfilePeak(peak.num_bytes + held, f"{peak.reason}; {count} images") for peak in peaks]

@@ -8,11 +8,14 @@ max_num_batched_tokens, or one if that is more. Pixels and outputs stay allocate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _QWEN_MAX_TOKENS = 16384  # Of one image: max_pixels of the published processors, in merged patches.
+# Pairs of frames of a video: 14 frames by vLLM's default, unless the processor bounds all of the video's pixels, as
+# that of Qwen3-VL does (qwen2_vl.py, _MAX_FRAMES_PER_VIDEO; qwen3_vl.py, get_max_video_tokens).
+_QWEN2_FRAME_PAIRS = 7
 _LLAVA_TILES = 10  # Of the largest entry of image_grid_pinpoints in published configurations.
 _GEMMA4_POSITIONS = 10240  # Rows of the position table in each direction (transformers, Gemma4VisionConfig).
 
@@ -30,6 +33,17 @@ class ImageEncoder:
     num_parameters: int
     is_gated: bool = False
     frame_patches: int = 0  # Patches that the encoder takes at once, if it splits its input; 0: it takes all.
+    max_video_frames: int = (
+        1  # Of the largest video, if the context is long enough: each as large as the largest image.
+    )
+
+    def widen_to_video(self, context_length: int) -> ImageEncoder:
+        """Return the encoder with the largest video of a context for its largest image, if that is larger: as many
+        frames as the context has room for (vllm/model_executor/models/qwen2_vl.py of 0.33,
+        get_num_frames_with_most_features)."""
+        frames = max(min(context_length // self.tokens, self.max_video_frames), 1)
+        larger = {name: getattr(self, name) * frames for name in ("patches", "tokens", "pixels")}
+        return replace(self, **larger)
 
     def count_images(self, max_num_batched_tokens: int) -> int:
         """Return the images in the profile run."""
@@ -91,7 +105,10 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
         positions = (vision.get("num_position_embeddings") or 0) * hidden
         count = layers * per_layer + values * hidden + merger + positions
         patches = 4 * _QWEN_MAX_TOKENS
-        return ImageEncoder(hidden, width, layers, patches, _QWEN_MAX_TOKENS, patches * values, count, is_gated)
+        frames = _QWEN2_FRAME_PAIRS if kind in ("qwen2_vl", "qwen2_5_vl") else 1
+        return ImageEncoder(
+            hidden, width, layers, patches, _QWEN_MAX_TOKENS, patches * values, count, is_gated, max_video_frames=frames
+        )
     if kind == "kimi_vl":  # MoonViT: at most 4,096 patches, merged 2 x 2
         per_layer = attention + 2 * hidden * width + 9 * hidden + width
         merger = 16 * hidden**2 + 4 * hidden * decoder_hidden

@@ -76,3 +76,16 @@ def test_videos_of_gemma_are_encoded_in_parts() -> None:
     total = find_gpu("rtx-pro-6000").total_bytes
     assert encoder.count_layer_bytes(8192, 2, total, batches=True) == 49 * 630 * width * 2
     assert encoder.count_layer_bytes(8192, 2, total, batches=False) == 630 * width * 2
+
+
+@pytest.mark.parametrize(("context_length", "pairs"), [(8192, 1), (32767, 1), (32768, 2), (131072, 7), (10**6, 7)])
+def test_a_video_has_as_many_frames_as_the_context(context_length: int, pairs: int) -> None:
+    encoder = load_served_model("Qwen/Qwen2.5-VL-7B-Instruct").images
+    assert encoder is not None
+    assert encoder.widen_to_video(context_length).patches == pairs * 65536
+    assert encoder.widen_to_video(context_length).count_images(8192) == 1
+
+
+def test_a_processor_that_bounds_a_video_has_none_larger_than_an_image() -> None:
+    encoder = load_served_model("Qwen/Qwen3.5-4B").images
+    assert encoder is not None and encoder.widen_to_video(10**6) == encoder
