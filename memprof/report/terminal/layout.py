@@ -48,23 +48,32 @@ def align_columns(
         optional: columns to drop if the lines are too long, in this order; of two equal headers, the last column.
     """
     names = [header.removeprefix(">") for header in headers]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    indices, dropped_names, last_width = list(range(len(names))), list[str](), widths[-1]
-    if not headers[-1].startswith(">"):
-        longest_word = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
-        last_width = min(last_width, max(longest_word, _MIN_TEXT_WIDTH))
+    columns = list(zip(names, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    indices, dropped_names = list(range(len(names))), list[str]()
+
+    def compute_last_width() -> int:
+        """Return the least width of the last column that is left."""
+        last = indices[-1]
+        if headers[last].startswith(">"):
+            return widths[last]
+        longest_word = max(len(word) for cell in columns[last] for word in cell.split() or [""])
+        return min(widths[last], max(longest_word, _MIN_TEXT_WIDTH))
+
     for name in optional:
-        if sum(widths[i] + 2 for i in indices[:-1]) + last_width <= width:
+        if sum(widths[i] + 2 for i in indices[:-1]) + compute_last_width() <= width:
             break
         if matches := [i for i in indices if names[i] == name]:
             indices.remove(matches[-1])
             dropped_names.append(name)
     indent_width = sum(widths[i] + 2 for i in indices[:-1])
+    can_wrap = compute_last_width() <= width - indent_width
     lines = []
     for line in (names, *rows):
         cells = [f"{line[i]:{'>' if headers[i].startswith('>') else '<'}{widths[i]}}" for i in indices]
-        if indent_width + len(line[-1]) > width and last_width <= width - indent_width:
-            words = textwrap.wrap(line[-1], width - indent_width, break_on_hyphens=False, break_long_words=False)
+        text = line[indices[-1]]
+        if indent_width + len(text) > width and can_wrap:
+            words = textwrap.wrap(text, width - indent_width, break_on_hyphens=False, break_long_words=False)
             cells[-1] = f"\n{' ' * indent_width}".join(words)
         lines.append("  ".join(cells).rstrip())
     return lines, dropped_names

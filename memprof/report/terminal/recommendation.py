@@ -274,7 +274,7 @@ def _render_largest(result: recommendation.Recommendation, *, explain: bool) -> 
             AlignedLines(
                 headers,
                 [(str(number), *_format_largest(row)) for number, row in enumerate(result.largest, 1)],
-                optional=("needs", "next larger", "parameters"),
+                optional=("parameters", "needs", "next larger", "context"),
             ),
             below=1,
         ),
