@@ -253,12 +253,12 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         text += " (of these, cached segments are released when the GPU is full)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += " at this point, and gets past it, but the first optimizer step needs at least "
+        text += " at the failed allocation, which then succeeds, but the first optimizer step needs at least "
         text += format_bytes(later_bytes + context_bytes)
         fits = False
     elif trace.ended_out_of_memory:
         unknown = "; what comes later is not known" if is_rest_unknown(context) else ""
-        text += " at this point, and " + (f"gets past it{unknown}" if fits else "still fails there")
+        text += " at the failed allocation, which " + (f"then succeeds{unknown}" if fits else "still fails")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
     device = trace.facts.device

@@ -1,4 +1,5 @@
-"""The first screen of a report: verdict, causes with their line, what to do, and the stages with the highest peaks.
+"""The first screen of a report: verdict, causes with their line, what to do; then the setting, the categories at the
+peak, and the stages with the highest peaks.
 
 It has at most 40 lines of 100 columns, unless ranks or a ladder need more; `--full` prints the whole report.
 """
@@ -55,12 +56,15 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
         return render_answer(document)
     total_bytes = document.device.total_bytes or 0
     parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
-    parts += [*render_certain_errors(document), render_verdict(document, with_message=False)]
-    parts += [*_render_refused(document, code_folder), render_heading(document)]
-    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
-    parts += [Text(""), render_categories(document, MIN_SHARE)]
-    parts += _render_causes(document)
+    parts += [*render_certain_errors(document), render_verdict(document, with_message=False), Text("")]
+    parts += _render_causes(document, code_folder)
     parts += _render_actions(document, code_folder)
+    parts.append(render_heading(document))
+    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
+    parts += [Text(""), render_categories(document, MIN_SHARE, with_workspaces=False)]
+    if not list_causes(document) and document.verdict.fits is not False:
+        largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
+        parts.append(make_section("Largest at the peak", *(Text("- ").append(line) for line in largest), below=1))
     rest = dim(_describe_rest(document))
     tables = list(_render_tables(document))
     if tables:
@@ -83,9 +87,9 @@ class _Fitting:
         yield screen
 
 
-def _render_refused(document: Report, code_folder: Path | None) -> list[RenderableType]:
-    """Return a line on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as the cause."""
+def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
+    """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
+    code, unless that is quoted as the cause; and whether torch's advice helps."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
@@ -93,30 +97,31 @@ def _render_refused(document: Report, code_folder: Path | None) -> list[Renderab
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
-    text = f"The failed allocation is {tensor}{f' by {operator}' * bool(operator)}, at {lines}."
-    advice = []
-    if verdict.expandable_segments_help is not None:
-        effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
-        advice = [Text(f"{EXPANDABLE_SEGMENTS}, as torch advises, {effect}.")]
+    text = f"- failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
+    if verdict.expandable_segments_help:
+        text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
-    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted), *advice]
+    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
 
 
-def _render_causes(document: Report) -> list[RenderableType]:
-    """Return the causes, a line each, and the largest tensors where these do not explain the run."""
-    causes = list_causes(document)
-    if causes:
-        is_easy = document.verdict.fits is not False and not document.verdict.retries
-        is_explained = causes[0].is_decisive or is_easy
-        largest = () if is_explained else _describe_largest_category(document, causes[0])
-        return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
-    lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
-    notes = _list_notes(document)
-    title = "Why: the largest tensors at the peak" if document.verdict.fits is False else "Largest at the peak"
-    section: RenderableType = make_section(title, *lines, below=1)
-    return [section, *([make_section("Noticed", *map(_render_title, notes), below=1)] if notes else [])]
+def _render_causes(document: Report, code_folder: Path | None) -> list[RenderableType]:
+    """Return the causes, a line each, the failed allocation, and the largest tensors where the causes do not explain
+    the run; of a run that fits without them, what was noticed."""
+    causes, failed = list_causes(document), _list_failed(document, code_folder)
+    if not causes and document.verdict.fits is not False:
+        notes = _list_notes(document)
+        return [make_section("Noticed", *map(_render_title, notes), below=1)] if notes else []
+    is_easy = document.verdict.fits is not False and not document.verdict.retries
+    if not causes:
+        lines = _list_largest(document, document.peak.tensors, MAX_TENSORS)
+        items = [*failed, Text("- the largest tensors at the peak:"), indent(*lines)]
+    elif causes[0].is_decisive or is_easy:
+        items = [*map(_render_title, causes), *failed]
+    else:
+        items = [*_describe_largest_category(document, causes[0]), *map(_render_title, causes), *failed]
+    return [make_section("Why", *items, below=1)]
 
 
 def list_causes(document: Report) -> list[Finding]:
@@ -157,18 +162,21 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[T
     if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
-        for line in _list_largest(document, tensors, 1):
-            yield Text(f"- {category}: {format_bytes(category_bytes)} ({share}); the largest are ").append(line)
+        for line in _list_largest(document, tensors, 1, with_category=False):
+            yield Text(f"- {category}: {format_bytes(category_bytes)} ({share}); the largest: ").append(line)
 
 
-def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -> Iterator[Text]:
+def _list_largest(
+    document: Report, tensors: Sequence[LiveTensor], count: int, *, with_category: bool = True
+) -> Iterator[Text]:
     """Yield up to `count` descriptions of the largest of `tensors` at the peak, equal ones together."""
     unit = choose_report_unit(document)
     for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             times = f"{tensor.count} x " if tensor.count > 1 else ""
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))
+            text = Text(f"{size}, {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ")
+            yield text.append(render_origin(tensor, with_category=with_category))
 
 
 class Action(NamedTuple):
@@ -190,7 +198,7 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
             lines += [Text(f"- {text}", style="green"), *([dim(f"    {code}")] if code else [])]
     is_cut = document.program is not None and document.program.ended == "refused"
     has_needs = is_cut and any(": needs " in action.text for action in actions)
-    note = " (what a change needs is up to the failed allocation; the rest was not run)" * has_needs
+    note = " (what comes after the failed allocation was not run, and may need more)" * has_needs
     return [make_section(f"Do{note}", *lines, below=1)] if lines else []
 
 
@@ -213,7 +221,7 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
     next_step = choose_next_step(document)
-    if next_step and not (next_step in HELP_STEPS and (actions or not shown)):
+    if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
     return actions
 

@@ -26,7 +26,7 @@ MAX_STEPS = 1000  # Steps of a script that is run to its end, where batches diff
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
 _FINDINGS_HELP = ("what each finding means", "memprof help findings")
 _FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
-HELP_STEPS = (_FINDINGS_HELP, _FIXES_HELP)  # for readers who are given nothing else to do
+HELP_STEPS = (_FINDINGS_HELP, _FIXES_HELP)  # pages, which are nothing to do on a first screen
 _MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
 

@@ -12,6 +12,7 @@ from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
+from memprof.ledger.stage_amounts import describe_unusable
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
@@ -92,7 +93,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.fits:
         reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}"
         most_bytes = get_uncertain_peak(document)
-        reason += f"; {_describe_uncertainty(most_bytes)}" if most_bytes > usable_bytes else "."
+        reason += f"; {_describe_uncertainty(most_bytes + context_bytes)}" if most_bytes > usable_bytes else "."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
@@ -101,7 +102,8 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
-    need_intro = "The script ended there; it needs at least" if was_refused else "The whole run needs"
+    need_intro = "With this allocation the script needs" if was_refused else "The whole run needs"
+    rest = "; what comes later was not run" * was_refused
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
@@ -114,7 +116,7 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.max_buffer_bytes is not None:
         limit = format_bytes(verdict.max_buffer_bytes)
         text = f"Metal refuses a tensor of {tried} in {where}: its buffers are below {limit}."
-    view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
+    view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}{rest}.{caught_note}")
     if not with_message:
         return view
     message = (verdict.oom_message or "").partition(" If reserved ")
@@ -123,13 +125,14 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
 
 
 def _describe_waste(document: Report, usable_bytes: int) -> str:
-    """Return what is cached in pieces that are too small for the failed allocation, where tensors leave room for it."""
+    """Return what is cached and no use to the failed allocation, where tensors leave room for it."""
     verdict = document.verdict
     in_use_bytes, reserved_bytes = verdict.in_use_bytes or 0, verdict.reserved_bytes or 0
-    has_room = in_use_bytes + (verdict.tried_to_allocate_bytes or 0) <= usable_bytes
+    tried_bytes = verdict.tried_to_allocate_bytes or 0
+    has_room = in_use_bytes + tried_bytes <= usable_bytes
     wasted_bytes = reserved_bytes - in_use_bytes
     is_told = has_room and wasted_bytes > 0  # none where the program has set a lower limit
-    return f" and {format_bytes(wasted_bytes)} cached in pieces that are too small" if is_told else ""
+    return f" and {format_bytes(wasted_bytes)} cached {describe_unusable(tried_bytes)}" if is_told else ""
 
 
 def _render_paging(document: Report, need: str) -> Text:
@@ -222,7 +225,7 @@ def _describe_errors(count: int) -> str:
 
 
 def _describe_uncertainty(most_bytes: int) -> str:
-    return f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."
+    return f"it may not fit: if cuDNN takes the most for convolutions, it needs at least {format_bytes(most_bytes)}."
 
 
 def _list_unseen(document: Report) -> Iterator[str]:
@@ -257,7 +260,8 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     if nccl is None and (unseen := next(_list_unseen(document), None)):
         return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
-        rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes)}"
+        context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes
+        rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes + context_bytes)}"
         return _label("Fits by an estimate", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")

@@ -238,7 +238,7 @@ def test_the_largest_kinds_of_tensors_are_shown() -> None:
     ("first", "then", "text"),
     [
         (PhaseKind.OTHER, None, "(x/train.py:9)"),
-        (PhaseKind.FORWARD, None, "last used in code after the model"),
+        (PhaseKind.FORWARD, None, "last used in code outside modules"),
         (PhaseKind.FORWARD, PhaseKind.EVALUATION, "last used in evaluation of step 3, micro-batch 2"),
     ],
 )

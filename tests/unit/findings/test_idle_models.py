@@ -151,8 +151,8 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     (finding,) = b.find(400 * MIB)
     assert finding.title == (
         "200.00 MiB stay on the GPU unused: a model that was last used before another one was built, kept by Trainer "
-        "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the script gets past "
-        "this point"
+        "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the failed "
+        "allocation succeeds"
     )
     assert finding.evidence[0].text.endswith("before the next one is built")
 
