@@ -250,7 +250,7 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         sizes_text += f" instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
-        text += " (of these, cached segments are released when the GPU is full)"
+        text += " (with allocator retries)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
         text += " at the failed allocation, which then succeeds, but the first optimizer step needs at least "
