@@ -43,7 +43,9 @@ def find(context: Context) -> list[Finding]:
     at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
     share = f"{evidence.percent(max_live.num_bytes, peak_bytes)} of the peak"
     share += "'s size" * (at_peak.num_bytes < max_live.num_bytes)
-    both = f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks; " if score_bytes and mask_bytes else ""
+    both = (
+        f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks; " if score_bytes and mask_bytes else ""
+    )
     title = (
         f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
         f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "

@@ -182,7 +182,9 @@ def _find_scores(trace: Trace) -> set[int]:
         for index, storage in enumerate(trace.storages)
         if trace.op(storage) in _SOFTMAXES and (storage.module == NONE or trace.modules[storage.module].path == "")
     ]
-    returned, taken = ({_flatten_rows(trace.storages[index].shape) for index in group} for group in (outputs, softmaxes))
+    returned, taken = (
+        {_flatten_rows(trace.storages[index].shape) for index in group} for group in (outputs, softmaxes)
+    )
     return {index for index in (*outputs, *softmaxes) if _flatten_rows(trace.storages[index].shape) in returned & taken}
 
 

@@ -28,7 +28,7 @@ def to_markdown(document: Report, code_folder: Path | None = None) -> str:
 
     `code_folder`: the folder in which the program was run, whose lines are quoted; None: its files may have changed.
     """
-    answer = Group(*render_certain_errors(document), render_verdict(document, with_message=False))
+    answer = Group(*render_certain_errors(document), render_verdict(document, is_short=True))
     verdict, _, rest = " ".join(to_text(answer, width=layout.MAX_WIDTH).split()).partition(": ")
     parts = [f"{_TITLE}{verdict}", _escape(rest)]
     parts += [_make_list("Why", (_escape(brief.describe_cause(one)) for one in brief.list_causes(document)))]

@@ -19,7 +19,7 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape, name_operator
-from memprof.report.terminal.console import ShellCommand, dim, indent, make_section, make_table
+from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.heading import render_heading
@@ -33,7 +33,13 @@ from memprof.report.terminal.stage_names import describe_step
 from memprof.report.terminal.stages import format_stage
 from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
-from memprof.report.terminal.verdict import find_certain_errors, render_answer, render_certain_errors, render_verdict
+from memprof.report.terminal.verdict import (
+    describe_sum,
+    find_certain_errors,
+    render_answer,
+    render_certain_errors,
+    render_verdict,
+)
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
@@ -56,15 +62,15 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
         return render_answer(document)
     total_bytes = document.device.total_bytes or 0
     parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
-    parts += [*render_certain_errors(document), render_verdict(document, with_message=False), Text("")]
+    parts += [*render_certain_errors(document), render_verdict(document, is_short=True)]
     parts += _render_causes(document, code_folder)
     parts += _render_actions(document, code_folder)
     parts.append(render_heading(document))
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
-    parts += [Text(""), render_categories(document, MIN_SHARE, with_workspaces=False)]
+    parts += [Text(""), render_categories(document, MIN_SHARE, note=describe_sum(document))]
     if not list_causes(document) and document.verdict.fits is not False:
         largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
-        parts.append(make_section("Largest at the peak", *(Text("- ").append(line) for line in largest), below=1))
+        parts.append(make_section("Largest at the peak", *map(make_item, largest), below=1))
     rest = dim(_describe_rest(document))
     tables = list(_render_tables(document))
     if tables:
@@ -97,13 +103,13 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
-    text = f"- failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
+    text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
     if verdict.expandable_segments_help:
         text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
-    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
+    return [make_item(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
 
 
 def _render_causes(document: Report, code_folder: Path | None) -> list[RenderableType]:
@@ -112,16 +118,16 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
     causes, failed = list_causes(document), _list_failed(document, code_folder)
     if not causes and document.verdict.fits is not False:
         notes = _list_notes(document)
-        return [make_section("Noticed", *map(_render_title, notes), below=1)] if notes else []
+        return [*map(_render_title, notes), *([Text("")] if notes else [])]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
         lines = _list_largest(document, document.peak.tensors, MAX_TENSORS)
-        items = [*failed, Text("- the largest tensors at the peak:"), indent(*lines)]
+        items = [*failed, make_item("the largest tensors at the peak:"), indent(*map(make_item, lines))]
     elif causes[0].is_decisive or is_easy:
         items = [*map(_render_title, causes), *failed]
     else:
         items = [*_describe_largest_category(document, causes[0]), *map(_render_title, causes), *failed]
-    return [make_section("Why", *items, below=1)]
+    return [*items, Text("")]
 
 
 def list_causes(document: Report) -> list[Finding]:
@@ -142,11 +148,11 @@ def _list_notes(document: Report) -> list[Finding]:
     return [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
 
 
-def _render_title(finding: Finding) -> Text:
+def _render_title(finding: Finding) -> RenderableType:
     """Return `describe_cause` as an item of a list, its label in the colour of its severity."""
     style = SEVERITY_STYLE[Severity.ERROR if finding.is_decisive else finding.severity]
     label, _, rest = describe_cause(finding).partition(": ")
-    return Text("- ").append(f"{label}: ", style=style).append(rest.replace("\n", "\n  "))
+    return make_item(Text("").append(f"{label}: ", style=style).append(rest))
 
 
 def describe_cause(finding: Finding) -> str:
@@ -155,7 +161,7 @@ def describe_cause(finding: Finding) -> str:
     return f"{'cause' if finding.is_decisive else finding.severity.value}: {finding.title}{message}"
 
 
-def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
+def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:
     """Yield a line on the category with most of the peak and its largest tensors, unless `finding` explains half."""
     category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1], default=("", 0))
     explained_bytes = 0 if finding.id == "fragmentation" else finding.num_bytes or 0  # which is beside all tensors
@@ -163,7 +169,7 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[T
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
         for line in _list_largest(document, tensors, 1, with_category=False):
-            yield Text(f"- {category}: {format_bytes(category_bytes)} ({share}); the largest: ").append(line)
+            yield make_item(Text(f"{category}: {format_bytes(category_bytes)} ({share}); the largest: ").append(line))
 
 
 def _list_largest(
@@ -193,9 +199,9 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
     actions = list_actions(document, code_folder)
     for text, code, is_command in actions:
         if is_command:
-            lines += [Text(f"- {text}:"), indent(ShellCommand(code))]
+            lines += [make_item(f"{text}:"), indent(ShellCommand(code))]
         else:
-            lines += [Text(f"- {text}", style="green"), *([dim(f"    {code}")] if code else [])]
+            lines += [make_item(Text(text, style="green")), *([dim(f"    {code}")] if code else [])]
     is_cut = document.program is not None and document.program.ended == "refused"
     has_needs = is_cut and any(": needs " in action.text for action in actions)
     note = " (what comes after the failed allocation was not run, and may need more)" * has_needs

@@ -25,9 +25,9 @@ def choose_report_unit(document: Report) -> Unit:
     return choose_unit(document.peak.allocated_bytes)
 
 
-def render_categories(document: Report, min_share: float = 0.0, *, with_workspaces: bool = True) -> RenderableType:
-    """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on;
-    `with_workspaces` adds what is not known of those of cuDNN."""
+def render_categories(document: Report, min_share: float = 0.0, note: str | None = None) -> RenderableType:
+    """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on, and below
+    them a note; None: what is not known of cuDNN's workspaces."""
     total_bytes = document.peak.allocated_bytes
     format_size = choose_report_unit(document).format
     table = make_table("", ">", ">", "|bar", optional=("bar",))
@@ -40,7 +40,8 @@ def render_categories(document: Report, min_share: float = 0.0, *, with_workspac
     where = describe_moment(document, document.peak.stage, document.peak.step)
     moment = "With the failed allocation" if _is_failed_included(document) else "At the peak"
     title = f"{moment}, {format_bytes(total_bytes)} of tensors in {where}"
-    return make_section(title, table, *(_render_workspaces(document) if with_workspaces else ()), below=1)
+    notes = _render_workspaces(document) if note is None else [dim(note)] if note else []
+    return make_section(title, table, *notes, below=1)
 
 
 def _is_failed_included(document: Report) -> bool:

@@ -36,9 +36,12 @@ def render_answer(document: Report) -> RenderableType:
     return Group(*render_certain_errors(document), render_verdict(document))
 
 
-def render_verdict(document: Report, *, with_message: bool = True) -> RenderableType:
-    """Return the verdict on a run: whether it fits, what it needs, and torch's message on running out of memory."""
-    verdict = _render_memory_verdict(document, with_message=with_message)
+def render_verdict(document: Report, *, is_short: bool = False) -> RenderableType:
+    """Return the verdict on a run: whether it fits, what it needs, and torch's message on running out of memory.
+
+    If `is_short`, it has neither this message nor the parts of what a run needs that does not fit.
+    """
+    verdict = _render_memory_verdict(document, is_short=is_short)
     if document.program is None or not has_own_exit_code(document.program):
         return verdict
     code = f"The exit code {document.program.exit_code} is the script's own"
@@ -46,7 +49,7 @@ def render_verdict(document: Report, *, with_message: bool = True) -> Renderable
     return Group(verdict, note)
 
 
-def _render_memory_verdict(document: Report, *, with_message: bool) -> RenderableType:
+def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableType:
     verdict, device = document.verdict, document.device
     if document.on_cpu:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
@@ -102,22 +105,24 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
-    need_intro = "With this allocation the script needs" if was_refused else "The whole run needs"
-    rest = "; what comes later was not run" * was_refused
+    need_intro = "Up to there the script needs" if was_refused else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
     caught_note *= bool(num_caught)
     required_bytes, total_bytes = verdict.required_bytes, device.total_bytes or 0
+    need = f"{format_bytes(required_bytes)}{suffix}" if is_short else need
     if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
-        need += f", {format_bytes(required_bytes - total_bytes)} more than there is"
+        need += f", {format_bytes(required_bytes - total_bytes)} more than the GPU has"
+    else:
+        need += f"; the GPU has {format_bytes(total_bytes)}"
     used += f" in use{_describe_waste(document, usable_bytes)}"
     text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used}."
     if verdict.max_buffer_bytes is not None:
         limit = format_bytes(verdict.max_buffer_bytes)
         text = f"Metal refuses a tensor of {tried} in {where}: its buffers are below {limit}."
-    view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}{rest}.{caught_note}")
-    if not with_message:
+    view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
+    if is_short:
         return view
     message = (verdict.oom_message or "").partition(" If reserved ")
     view.append(f" torch {'said' if was_refused else 'would say'}:")
@@ -161,16 +166,29 @@ def describe_added_memory(device: DeviceFacts) -> str:
 
 def _describe_need(document: Report) -> str:
     """Return what a run needs, with its parts: tensors at their peak, what is cached beside them, the CUDA context."""
+    required_bytes, added = document.verdict.required_bytes, _describe_added(document)
+    if added is None:
+        return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
+    tensors = choose_unit(required_bytes).format(document.peak.allocated_bytes)
+    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {added})"
+
+
+def describe_sum(document: Report) -> str:
+    """Return what makes the tensors at the peak the need of a run that does not fit, whose short verdict lacks it."""
+    added = None if document.verdict.oom_stage is None else _describe_added(document)
+    return "" if added is None else f"with {added}: {format_bytes(document.verdict.required_bytes)}"
+
+
+def _describe_added(document: Report) -> str | None:
+    """Return what a run needs beside its tensors at their peak: what is cached, and the CUDA context; None if the need
+    is of another GPU than the peak."""
     required_bytes, peak = document.verdict.required_bytes, document.peak
     context_bytes = peak.device_used_bytes - peak.reserved_bytes
     cached_bytes = required_bytes - context_bytes - peak.allocated_bytes
-    if cached_bytes < 0 or document.gpus or document.ranks:  # the need of another GPU than the peak
-        return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
-    tensors, cached, context = map(
-        choose_unit(required_bytes).format, (peak.allocated_bytes, cached_bytes, context_bytes)
-    )
-    context_text = f", {context} of CUDA context" if document.device.has_cuda_context else ""
-    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {cached} cached{context_text})"
+    if cached_bytes < 0 or document.gpus or document.ranks:
+        return None
+    cached, context = map(choose_unit(required_bytes).format, (cached_bytes, context_bytes))
+    return f"{cached} cached" + f", {context} of CUDA context" * document.device.has_cuda_context
 
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:

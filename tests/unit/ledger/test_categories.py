@@ -242,7 +242,7 @@ def test_a_backward_that_begins_as_it_is_freed_did_not_need_it() -> None:
     assert categories_of(b, *made) == [TEMPORARIES, ACTIVATIONS]
 
 
-# -- outputs ------------------------------------------------------------------------------------------------------------
+# -- outputs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,12 @@ def test_what_a_model_returns_and_a_softmax_is_taken_of(shape: tuple[int, ...], 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "category"),
-    [((4, 1000), "float32", LOGITS), ((4, 999), "float32", INPUTS), ((4, 1000), "int64", INPUTS), ((1000,), "float32", INPUTS)],
+    [
+        ((4, 1000), "float32", LOGITS),
+        ((4, 999), "float32", INPUTS),
+        ((4, 1000), "int64", INPUTS),
+        ((1000,), "float32", INPUTS),
+    ],
 )
 def test_what_logits_are_collected_in(shape: tuple[int, ...], dtype: str, category: Category) -> None:
     for kind in (PhaseKind.MODEL, PhaseKind.OTHER):
@@ -436,7 +441,9 @@ def test_where_and_how_copies_are_made() -> None:
     assert not copies(*WEIGHTS, freed=True)  # in the phase that made them
 
 
-@pytest.mark.parametrize(("after", "category"), [(PhaseKind.BACKWARD, GRADIENTS), (PhaseKind.OPTIMIZER_STEP, PARAMETERS)])
+@pytest.mark.parametrize(
+    ("after", "category"), [(PhaseKind.BACKWARD, GRADIENTS), (PhaseKind.OPTIMIZER_STEP, PARAMETERS)]
+)
 def test_copies_before_the_optimizers_step_are_of_gradients(after: PhaseKind, category: Category) -> None:
     for has_gradients in (True, False):
         b = TraceBuilder()

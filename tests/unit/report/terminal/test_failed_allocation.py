@@ -15,7 +15,8 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("frees", "config", "is_told"), [(True, None, True), (False, None, False), (False, "expandable_segments:True", False)]
+    ("frees", "config", "is_told"),
+    [(True, None, True), (False, None, False), (False, "expandable_segments:True", False)],
 )
 def test_torch_advises_expandable_segments(frees: bool, config: str | None, is_told: bool) -> None:
     """Two segments of 20 MiB with two tensors of 9 each, on a GPU of 50: one of 15 fails, though 18 lie side by side in
