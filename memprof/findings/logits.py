@@ -19,6 +19,8 @@ MIN_SHARE = 0.10  # of the run's peak: smaller logits do not decide whether the 
 
 MIN_BYTES = GIB  # smaller logits matter on no current GPU
 
+MIN_KIND_SHARE = 0.05  # of the logits: smaller kinds, such as one chunk of them, are not named
+
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
 
@@ -65,13 +67,14 @@ def find(context: Context) -> list[Finding]:
 
 
 def _name_kinds(trace: Trace, storages: Iterable[int]) -> str:
-    """Return what the copies of the logits `storages` are, most bytes first, each kind with its number."""
+    """Return what the copies of the logits `storages` are, most bytes first, each large kind with its number."""
     counts, sizes = Counter[str](), Counter[str]()
     for index in storages:
         kind = describe(trace, trace.storages[index])
         counts[kind] += 1
         sizes[kind] += trace.storages[index].num_bytes
-    *others, last = [f"{counts[kind]} x {kind}" if counts[kind] > 1 else kind for kind, _ in sizes.most_common()]
+    large = [kind for kind, num_bytes in sizes.most_common() if num_bytes >= MIN_KIND_SHARE * sizes.total()]
+    *others, last = [f"{counts[kind]} x {kind}" if counts[kind] > 1 else kind for kind in large]
     return f"{', '.join(others)} and {last}" if others else last
 
 

@@ -155,7 +155,7 @@ def test_the_line_to_change_is_quoted_where_its_file_is_as_it_was_run(tmp_path: 
 
 def test_the_tensor_that_is_refused_has_its_line() -> None:
     lines = to_text(render(document(2048 * MIB)), 200).splitlines()
-    assert "  - failed allocation: [4096x64000] float32 by .to(), at tiny/loss.py:7" in lines
+    assert "- failed allocation: [4096x64000] float32 by .to(), at tiny/loss.py:7" in lines
 
 
 def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
     sources = {"oom_source": f"{library}:1 forward", "oom_callers": ("train.py:2 loss", "train.py:1 main")}
     report = replace(report, verdict=replace(report.verdict, **sources), findings=())
     lines = to_text(render(report, code_folder=tmp_path), 200).splitlines()
-    failed = next(number for number, line in enumerate(lines) if line.startswith("  - failed allocation: "))
+    failed = next(number for number, line in enumerate(lines) if line.startswith("- failed allocation: "))
     assert lines[failed + 1].strip() == "return logits.float()"
     change = Suggestion("chunks: needs 2", None, 2, True, 1, source="train.py:2 loss")
     changed = replace(report, findings=(finding("x", Severity.WARNING, suggestions=(change,)),))

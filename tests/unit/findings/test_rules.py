@@ -114,7 +114,7 @@ class TestLogits:
         (finding,) = of(b.context(vocab_size=50000), "logits-explosion")
         once = 8192 * 50000
         assert finding.num_bytes == once * (2 + 4 + 4 + 4)
-        kinds = "float32 upcast, log-softmax, gradient of the log-softmax and logits"
+        kinds = "log-softmax, gradient of the log-softmax, gradient of the log-softmax's input and logits"
         assert finding.title.startswith(f"Logits: {kinds} of [8192 x 50000], 5.34 GiB live at once")
         labels = {line.text.partition(":")[0]: line.num_bytes for line in finding.evidence[:-1]}
         assert labels == {

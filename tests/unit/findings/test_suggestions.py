@@ -239,7 +239,7 @@ def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: No
     b.trace.ended_out_of_memory = True
     (found,) = suggest(b.context(150 * MIB))
     assert (found.required_bytes, found.num_bytes) == (186 * MIB, 14 * MIB)
-    assert found.text.startswith("number 1: needs 186.00 MiB (of these, cached segments are released")
+    assert found.text.startswith("number 1: needs 186.00 MiB (with allocator retries)")
     assert found.text.endswith("at the failed allocation, which then succeeds")
 
 
