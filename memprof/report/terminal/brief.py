@@ -118,7 +118,7 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
     causes, failed = list_causes(document), _list_failed(document, code_folder)
     if not causes and document.verdict.fits is not False:
         notes = _list_notes(document)
-        return [*map(_render_title, notes), *([Text("")] if notes else [])]
+        return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
         lines = _list_largest(document, document.peak.tensors, MAX_TENSORS)
@@ -157,8 +157,12 @@ def _render_title(finding: Finding) -> RenderableType:
 
 def describe_cause(finding: Finding) -> str:
     """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
-    message = f"\n{finding.evidence[0].text}" if finding.id == "run-failed" and finding.evidence else ""
-    return f"{'cause' if finding.is_decisive else finding.severity.value}: {finding.title}{message}"
+    text = finding.title
+    if finding.id == "run-failed" and finding.evidence:
+        place, _, reason = text.rpartition(": ")
+        message = finding.evidence[0].text
+        text = f"{place}: {message}" if message.startswith(reason) else f"{text}\n{message}"
+    return f"{'cause' if finding.is_decisive else finding.severity.value}: {text}"
 
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:

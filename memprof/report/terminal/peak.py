@@ -17,12 +17,14 @@ _MAX_ROUNDING_BYTES = 20 * MIB  # By which torch's message exceeds a tensor: it 
 _REFUSED_WORKSPACES = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
+_MIN_PEAK_SHARE = 0.1  # Of what a run needs: a smaller peak has a unit of its own.
 _MIN_UNCERTAIN_SHARE = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
 
 
 def choose_report_unit(document: Report) -> Unit:
-    """Return the unit of sizes in a report: that of its peak."""
-    return choose_unit(document.peak.allocated_bytes)
+    """Return the unit of sizes in a report: that of what the run needs, unless its peak is far below."""
+    peak_bytes, required_bytes = document.peak.allocated_bytes, document.verdict.required_bytes
+    return choose_unit(required_bytes if _MIN_PEAK_SHARE * required_bytes <= peak_bytes else peak_bytes)
 
 
 def render_categories(document: Report, min_share: float = 0.0, note: str | None = None) -> RenderableType:

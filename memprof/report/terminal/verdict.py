@@ -77,8 +77,8 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
         else:
             reason = f"the run stopped in {failure.phase}, with {failure.error}"
             label, reason = "Failed", f"{reason}; it needed {need} until then"
-            rest = "The figures are of the run up to there."
-        return _label(label, "bold red", f"{reason}{fit_note} {rest}")
+            rest = ""
+        return _label(label, "bold red", f"{reason}{fit_note} {rest}".rstrip())
     if verdict.fits is None:
         text = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
         return _label("Not known", "bold yellow", f"{text} Give it more time.")

@@ -216,7 +216,7 @@ def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
     b.leave()
     b.leave()
     marked = [line for line in to_text(render(document(b))).splitlines() if "<- peak" in line]
-    assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]
+    assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11,"]
 
 
 @pytest.mark.parametrize(("over", "text"), [(0, "fits"), (1, "does not fit")])
