@@ -74,6 +74,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     head_rows = next((storage.shape[0] for storage in weights_of_heads), vocab_size)
     early_frees = {ref for kind, ref in trace.events[:first_forward] if kind is _FREE}
     scores = _find_scores(trace)
+    given = (trace.storages[index] for index, owner in trace.owners.items() if owner.role is Role.INPUT)
+    inputs = {(storage.source, storage.op) for storage in given}
     gradients = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
     computing = [(time, phase.kind) for time, phase in trace.list_phase_begins() if phase.kind.computes]
 
@@ -159,7 +161,11 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             next_backward = bisect.bisect_left(backward_begins, birth)
             is_saved = next_backward < len(backward_begins) and backward_begins[next_backward] < deaths[index]
             return Category.ACTIVATIONS if is_saved else Category.TEMPORARIES
-        if is_made_by_program(storage) and (birth < first_forward or next_batches.is_next_batch(birth, deaths[index])):
+        is_of_inputs = (
+            storage.source != NONE and (storage.source, storage.op) in inputs
+        )  # a model has others of the line
+        is_next = birth < first_forward or next_batches.is_next_batch(birth, deaths[index])
+        if is_of_inputs or (is_made_by_program(storage) and is_next):
             return own_category(storage)
         return Category.UNATTRIBUTED
 

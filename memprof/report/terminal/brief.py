@@ -17,6 +17,7 @@ from rich.text import Text
 from memprof.findings import Finding, Severity, Suggestion
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
+from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import format_shape, name_operator
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
@@ -109,7 +110,12 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
-    return [make_item(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted)]
+    return [make_item(text), *(_quote(code) for code in codes[:1] if not is_quoted)]
+
+
+def _quote(code: str) -> RenderableType:
+    """Return a line of the program, below the item that is about it."""
+    return indent(indent(dim(code)))
 
 
 def _render_causes(document: Report, code_folder: Path | None) -> list[RenderableType]:
@@ -144,8 +150,9 @@ def list_causes(document: Report) -> list[Finding]:
 
 def _list_notes(document: Report) -> list[Finding]:
     """Return the note that is shown where there is no cause, if there is one."""
-    # A note of fragmentation is of a run with room for it.
-    return [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
+    # Of a run with room for its fragmentation, and of categories, which are below: nothing to do.
+    others = ("fragmentation", "unattributed")
+    return [one for one in document.findings if one.severity is Severity.NOTE and one.id not in others][:1]
 
 
 def _render_title(finding: Finding) -> RenderableType:
@@ -205,7 +212,7 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
         if is_command:
             lines += [make_item(f"{text}:"), indent(ShellCommand(code))]
         else:
-            lines += [make_item(Text(text, style="green")), *([dim(f"    {code}")] if code else [])]
+            lines += [make_item(Text(text, style="green")), *([_quote(code)] if code else [])]
     is_cut = document.program is not None and document.program.ended == "refused"
     has_needs = is_cut and any(": needs " in action.text for action in actions)
     note = " (what comes after the failed allocation was not run, and may need more)" * has_needs
@@ -310,7 +317,7 @@ def _merge_equal_names(rows: Sequence[ShownStage], peak_index: int | None) -> di
     by_name: dict[tuple[str, int, str | None], list[int]] = {}
     for i, row in enumerate(rows):
         if row.peak_allocated_bytes:
-            by_name.setdefault((row.name, row.num_merged, row.source), []).append(i)
+            by_name.setdefault((describe_name(row.name), row.num_merged, row.source), []).append(i)
     merged = {}
     for indices in by_name.values():
         highest = max(indices, key=lambda i: (i == peak_index, rows[i].peak_allocated_bytes))

@@ -371,6 +371,25 @@ def test_a_step_begins_with_its_forward() -> None:
     assert categories_of(b, batch) == [INPUTS]
 
 
+@pytest.mark.parametrize(
+    ("line", "op", "category"),
+    [("train.py:9 main", "aten.randn", INPUTS), ("train.py:8 main", "aten.randn", UNATTRIBUTED),
+     ("train.py:9 main", "aten.rand", UNATTRIBUTED), (None, "aten.randn", UNATTRIBUTED)],
+)  # fmt: skip
+def test_what_the_line_makes_that_makes_inputs(line: str | None, op: str, category: Category) -> None:
+    """A replay buffer, of which a model has been given some, and others not yet; all stay for several steps."""
+    b = TraceBuilder()
+    other = None
+    for step in (1, 2, 3):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(8)
+        b.phase(PhaseKind.OTHER, step)
+        if step == 1:
+            b.new(8, op="aten.randn", line="train.py:9 main", owner=(Role.INPUT, ""))
+            other = b.new(8, op=op, line=line)
+    assert categories_of(b, other) == [category]
+
+
 # -- copies of weights -------------------------------------------------------------------------------------------------
 
 WEIGHTS = [(2, 3), (4, 5), (6, 7), (8, 9)]
