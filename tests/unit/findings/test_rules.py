@@ -98,7 +98,7 @@ class TestOutOfMemoryCaught:
             b.free(refused)
         (finding,) = of(b.context(GIB), "out-of-memory-caught")
         assert finding.severity is Severity.WARNING and finding.num_bytes == 4 * GIB
-        assert finding.title.startswith("2 out-of-memory errors raised and caught: the report is of what")
+        assert finding.title.startswith("2 out-of-memory errors raised and caught: with --beyond none is raised")
         assert [evidence.num_bytes for evidence in finding.evidence] == [4 * GIB, 2 * GIB]
         assert "4.00 GiB for [4294967296] bool in aten.zeros at train.py:5" in finding.evidence[0].text
         assert finding.evidence[0].source == "train.py:5 <module>"
