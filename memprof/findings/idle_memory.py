@@ -313,10 +313,10 @@ def _make_load_edit(trace: Trace, storages: Sequence[int]) -> Edit | None:
 def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
     """Return the group of tensors that one operator at one line made, and whose holder was not seen."""
     storage = trace.storages[storages[0]]
-    made = f"the result of {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
+    made = f"the result of {trace.op(storage).removeprefix('aten.')} at {file_and_line(trace.source_line(storage))}"
     edit = _make_load_edit(trace, storages)
-    fix = "drop the last reference after the last use" if edit is None else _LOAD_FIX
-    return _Group(made, fix, None, storages, edit=edit)
+    fix = "`del` what is made here after its last use" if edit is None else _LOAD_FIX
+    return _Group(made, fix, find_own_line(trace, storages[0]), storages, edit=edit)
 
 
 def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int]) -> _Group:

@@ -296,14 +296,17 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     if len(with_tensors) < 2:
         return Group()
     top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:num_stages])
-    shows_fit = document.source == "simulated"
+    usable, resident = document.device.usable_bytes, document.device.resident_bytes
+    cells = [
+        (row, *format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident))
+        for i, row in ((i, replace(rows[i], num_rounds=with_tensors[i])) for i in top)
+    ]
+    # Where all fit, the verdict says so.
+    shows_fit = document.source == "simulated" and any(fit.plain != "fits" for *_, fit in cells)
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
     table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
-    for i in top:
-        row = replace(rows[i], num_rounds=with_tensors[i])
-        usable, resident = document.device.usable_bytes, document.device.resident_bytes
-        name, fit = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
+    for row, name, fit in cells:
         ended = row.oom and document.program is not None and document.program.ended == "refused"
         sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
