@@ -191,7 +191,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         models = sorted(replaced)
-        what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
+        what, fix = "a model that was last used before another one was built", f"before the next one is built, {fix}"
     elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.

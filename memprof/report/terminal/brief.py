@@ -19,7 +19,7 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import format_shape, name_operator
+from memprof.report.terminal.cells import describe_tensor, name_operator
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
@@ -100,7 +100,7 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
-    tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
+    tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
@@ -192,7 +192,7 @@ def _list_largest(
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             times = f"{tensor.count} x " if tensor.count > 1 else ""
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            text = Text(f"{size}, {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ")
+            text = Text(f"{size}, {times}{describe_tensor(tensor.shape, tensor.dtype)}, ")
             yield text.append(render_origin(tensor, with_category=with_category))
 
 

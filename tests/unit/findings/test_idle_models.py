@@ -154,7 +154,7 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
         "`trainer` (x/train.py:9), last used in optimizer step of step 3; without it the failed "
         "allocation succeeds"
     )
-    assert finding.evidence[0].text.endswith("before the next one is built")
+    assert finding.evidence[0].text.startswith("fix: before the next one is built, ")
 
 
 @pytest.mark.parametrize(
