@@ -169,7 +169,7 @@ def test_a_model_is_taken_out_of_the_cache_that_keeps_it(kind: str, name: str, f
     b, weight = replaced_model()
     b.trace.idle_holders[:] = [OUT._replace(kind=kind, name=name, storages=(weight,))]
     (finding,) = b.find(400 * MIB)
-    assert finding.evidence[0].text.startswith(f"fix: {fix}")
+    assert finding.evidence[0].text.startswith(f"fix: before the next one is built, {fix}")
 
 
 @pytest.mark.parametrize(("computes", "new_mib"), [(1, 64), (3, 62)], ids=["one call", "no model"])
