@@ -94,7 +94,7 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
-        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}"
+        reason = f"{_describe_retries(verdict.retries)}. Without that it would need {need}"
         most_bytes = get_uncertain_peak(document)
         reason += f"; {_describe_uncertainty(most_bytes + context_bytes)}" if most_bytes > usable_bytes else "."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
@@ -233,8 +233,7 @@ def find_certain_errors(document: Report) -> list[Finding]:
 
 def _describe_retries(retries: int) -> str:
     frequency = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    reason = "the allocator releases what it holds and does not use, which takes time"
-    return f"the GPU is full {frequency}, and the run goes on because {reason}"
+    return f"the GPU is full {frequency}, and the allocator releases its cache, which takes time"
 
 
 def _describe_errors(count: int) -> str:
