@@ -161,9 +161,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             next_backward = bisect.bisect_left(backward_begins, birth)
             is_saved = next_backward < len(backward_begins) and backward_begins[next_backward] < deaths[index]
             return Category.ACTIVATIONS if is_saved else Category.TEMPORARIES
-        is_of_inputs = (
-            storage.source != NONE and (storage.source, storage.op) in inputs
-        )  # a model has others of the line
+        # Of what one line makes, a model has been given some, and not yet the others.
+        is_of_inputs = storage.source != NONE and (storage.source, storage.op) in inputs
         is_next = birth < first_forward or next_batches.is_next_batch(birth, deaths[index])
         if is_of_inputs or (is_made_by_program(storage) and is_next):
             return own_category(storage)

@@ -49,7 +49,8 @@ def test_each_rank_is_measured_and_they_stop_together(tmp_path):
     assert names[-2:] == ["allocated, rank 0", "allocated, rank 1"]
     text = python("-m", "memprof", "show", tmp_path / "measured.memprof").stdout
     assert "ranks 0-1 of 2, together; shown in full: rank" in text
-    assert next(line for line in text.splitlines() if line.startswith(" ranks ")).split() == ["ranks", "allocated", "in"]
+    (header,) = (line for line in text.splitlines() if line.startswith(" ranks "))
+    assert header.split() == ["ranks", "allocated", "in"]
 
 
 @pytest.mark.nightly
