@@ -40,17 +40,21 @@ def find(context: Context) -> list[Finding]:
     mask_bytes = max_live.num_bytes - score_bytes
     largest = trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)]
     main_kind = "scores" if score_bytes >= mask_bytes else "masks"
-    bytes_text = f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks"
+    at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
+    share = f"{evidence.percent(max_live.num_bytes, peak_bytes)} of the peak"
+    share += "'s size" * (at_peak.num_bytes < max_live.num_bytes)
+    both = (
+        f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks; " if score_bytes and mask_bytes else ""
+    )
     title = (
         f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
         f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
-        f"({bytes_text}; {evidence.percent(max_live.num_bytes, peak_bytes)} of the peak's size)"
+        f"({both}{share})"
     )
     call = find_call_that_returns_scores(context)
     if call is not None:
         line = evidence.file_and_line(trace.source_at(call.source))
         title += f"; the call at {line} has no gradients, and keeps those of each layer to return them"
-    at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
     count_text = evidence.plural(len(at_peak.storages), "such tensor")
     lines = [
         *evidence.tensors_evidence(context, labels, max_live.event, labels.__getitem__),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from memprof.findings.evidence import caller_key, file_and_line, format_shape, percent, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.suggestions import list_fix_names, suggest
-from memprof.ledger.stage_amounts import OutOfMemoryMoment
+from memprof.ledger.stage_amounts import OutOfMemoryMoment, describe_unusable
 from memprof.ledger.stages import Span, describe_name, format_stage
 from memprof.units import format_bytes
 
@@ -37,7 +37,7 @@ def find(context: Context) -> list[Finding]:
     stage = stage_text(oom.stage)
     run_text, at_least = ("the run until then", "at least ") if trace.ended_out_of_memory else ("the whole run", "")
     location = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
-    pieces = "" if oom.max_buffer_bytes else " in pieces too small for this allocation"
+    pieces = "" if oom.max_buffer_bytes else f" {describe_unusable(oom.tried_bytes)}"
     evidence = [
         tensor_evidence(
             trace,

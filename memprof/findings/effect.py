@@ -49,7 +49,7 @@ def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
 
 def describe_cure(context: Context) -> str:
     """Return what is known of a run that would fit with a change: of one that memory ended not what comes later."""
-    return "the script gets past this point" if context.ledger.trace.ended_out_of_memory else "the run fits"
+    return "the failed allocation succeeds" if context.ledger.trace.ended_out_of_memory else "the run fits"
 
 
 def has_host_memory(context: Context) -> bool:

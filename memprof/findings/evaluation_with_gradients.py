@@ -176,7 +176,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     if context.ledger.trace.last_uses and not context.ledger.run.fits:
         needs = compute_needs_without(context, kept.saved)
     decides = is_decisive(context, needs)
-    title += f"; without it {describe_cure(context)}" * decides
+    title += f"; with it {describe_cure(context)}" * decides
     is_large = decides or num_bytes >= WARNING_SHARE * context.ledger.peak_bytes
     severity = Severity.WARNING if is_large else Severity.NOTE
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)

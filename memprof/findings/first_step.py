@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import is_inference
 from memprof.findings.finding import Context, cache_per_context
 from memprof.ledger.ledger import find_live_storages
-from memprof.trace.events import NONE, FirstStep, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, FirstStep, Role, Trace
 
 _HELD = (Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE)
 
@@ -49,10 +48,3 @@ def sum_missing(trace: Trace, changed: Trace, step: FirstStep, state_share: floa
         num_bytes += num_states * state_bytes
         num_bytes += own_bytes if gradient == NONE else changed.storages[gradient].num_bytes
     return int(num_bytes)
-
-
-def is_rest_unknown(context: Context) -> bool:
-    """Return whether memory ended the run before a first optimizer step of which nothing is known, if it trains."""
-    trace = context.ledger.trace
-    has_stepped = any(phase.kind is PhaseKind.OPTIMIZER_STEP for phase in trace.phases)
-    return trace.ended_out_of_memory and not (has_stepped or trace.first_steps or is_inference(trace))

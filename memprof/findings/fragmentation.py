@@ -85,7 +85,7 @@ def find(context: Context) -> list[Finding]:
     )
     title = f"Fragmentation: {free_text} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     if is_decisive:
-        title += f"free ({share}) when the GPU is full; allocated memory alone, at most {peak_text}, would fit"
+        title += f"free ({share}) when the GPU is full; tensors alone, at most {peak_text}, would fit"
     else:
         title += f"never in use ({share}): tensors take at most {peak_text}"
     # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.

@@ -191,7 +191,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         models = sorted(replaced)
-        what, fix = "a model that was last used before another one was built", f"{fix}, before the next one is built"
+        what, fix = "a model that was last used before another one was built", f"before the next one is built, {fix}"
     elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
@@ -313,10 +313,10 @@ def _make_load_edit(trace: Trace, storages: Sequence[int]) -> Edit | None:
 def _make_line_group(trace: Trace, storages: list[int]) -> _Group:
     """Return the group of tensors that one operator at one line made, and whose holder was not seen."""
     storage = trace.storages[storages[0]]
-    made = f"the result of {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
+    made = f"the result of {trace.op(storage).removeprefix('aten.')} at {file_and_line(trace.source_line(storage))}"
     edit = _make_load_edit(trace, storages)
-    fix = "drop the last reference after the last use" if edit is None else _LOAD_FIX
-    return _Group(made, fix, None, storages, edit=edit)
+    fix = "`del` what is made here after its last use" if edit is None else _LOAD_FIX
+    return _Group(made, fix, find_own_line(trace, storages[0]), storages, edit=edit)
 
 
 def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int]) -> _Group:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 
 from memprof.findings import evidence
 from memprof.findings.evaluation_accumulates import find_kept_storages
@@ -16,6 +18,8 @@ from memprof.units import GIB, format_bytes
 MIN_SHARE = 0.10  # of the run's peak: smaller logits do not decide whether the run fits
 
 MIN_BYTES = GIB  # smaller logits matter on no current GPU
+
+MIN_KIND_SHARE = 0.05  # of the logits: smaller kinds, such as one chunk of them, are not named
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
@@ -42,10 +46,12 @@ def find(context: Context) -> list[Finding]:
         comparison = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it live at the peak"
     else:
         comparison = f"{share} of the peak's size; none live at the peak"
-    num_copies = len(most.storages)
+    shape_text = evidence.format_shape(shape_2d)
+    if len({math.prod(trace.storages[index].shape) for index in most.storages}) > 1:  # such as chunks of the others
+        shape_text = f"up to {shape_text}"
     title = (
-        f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}, "
-        f"{format_bytes(most.num_bytes)} live at once ({comparison})"
+        f"Logits: {_name_kinds(trace, most.storages)} of {shape_text}, {format_bytes(most.num_bytes)} live at once "
+        f"({comparison})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
     count_text = evidence.plural(len(at_peak.storages), "logits tensor")
@@ -58,6 +64,18 @@ def find(context: Context) -> list[Finding]:
     found = suggest_against(context, "logits-explosion")
     fixes, lines = list_fix_names(found), (*lines, summary)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, lines, fixes, suggestions=found)]
+
+
+def _name_kinds(trace: Trace, storages: Iterable[int]) -> str:
+    """Return what the copies of the logits `storages` are, most bytes first, each large kind with its number."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for index in storages:
+        kind = describe(trace, trace.storages[index])
+        counts[kind] += 1
+        sizes[kind] += trace.storages[index].num_bytes
+    large = [kind for kind, num_bytes in sizes.most_common() if num_bytes >= MIN_KIND_SHARE * sizes.total()]
+    *others, last = [f"{counts[kind]} x {kind}" if counts[kind] > 1 else kind for kind in large]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def find_step_logits(context: Context) -> list[int]:

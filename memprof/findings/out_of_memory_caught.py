@@ -24,9 +24,6 @@ def find(context: Context) -> list[Finding]:
         text = f"{stage}: {allocation} at {file_and_line(error.source)}, {usage}"
         evidence.append(tensor_evidence(trace, trace.events[error.event].ref, text, num_bytes=error.num_bytes))
     largest = max(error.num_bytes for error in caught)
-    pronoun = "it" if len(caught) == 1 else "them"
-    title = (
-        f"{plural(len(caught), 'out-of-memory error')} raised and caught: the report is of what the script did instead "
-        f"of these allocations; --beyond raises none of {pronoun}, and shows the whole need"
-    )
+    errors = plural(len(caught), "out-of-memory error")
+    title = f"{errors} raised and caught: with --beyond none is raised, and the report shows what the script needs then"
     return [Finding("out-of-memory-caught", Severity.WARNING, title, largest, tuple(evidence), ())]

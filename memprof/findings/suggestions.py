@@ -13,7 +13,7 @@ from typing import NamedTuple
 from memprof.allocator import AllocatorConfig, compute_memory_needs, replay_in_host_memory
 from memprof.findings.evidence import is_applicable
 from memprof.findings.finding import Context, Suggestion, cache_per_context
-from memprof.findings.first_step import compute_first_step_bytes, is_rest_unknown
+from memprof.findings.first_step import compute_first_step_bytes
 from memprof.fixes.catalog import FIXES, Fix, find_conflict
 from memprof.ledger.what_if import compute_allocated_peak, resize
 from memprof.trace.events import Trace
@@ -250,15 +250,14 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         sizes_text += f" instead of {format_bytes(before + context_bytes)}"
     text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
     if releases_cache:
-        text += " (of these, cached segments are released when the GPU is full)"
+        text += " (with allocator retries)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += " at this point, and gets past it, but the first optimizer step needs at least "
+        text += " at the failed allocation, which then succeeds, but the first optimizer step needs at least "
         text += format_bytes(later_bytes + context_bytes)
         fits = False
     elif trace.ended_out_of_memory:
-        unknown = "; what comes later is not known" if is_rest_unknown(context) else ""
-        text += " at this point, and " + (f"gets past it{unknown}" if fits else "still fails there")
+        text += " at the failed allocation, which " + ("then succeeds" if fits else "still fails")
     elif not run.fits:
         text += ", and " + ("fits" if fits else "does not fit yet")
     device = trace.facts.device

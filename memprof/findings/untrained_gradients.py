@@ -65,7 +65,7 @@ def find(context: Context) -> list[Finding]:
             f"optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; without these"
         )
     title = (
-        f"{what} the peak is {format_bytes(num_bytes)} ({percent(num_bytes, context.ledger.peak_bytes)} of it) lower"
+        f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
         f"{f'; then {describe_cure(context)}' * decides}"
     )
     fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None

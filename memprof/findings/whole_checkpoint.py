@@ -36,8 +36,9 @@ def find(context: Context) -> list[Finding]:
     source = _find_line(trace, largest)
     title = (
         f"One checkpoint at {file_and_line(source)} has {len(largest)} layers ({stack}): its backward computes the "
-        f"activations of all of them at once; with a checkpoint for each layer the peak is {format_bytes(num_bytes)} "
-        f"({percent(num_bytes, ledger.peak_bytes)} of it) lower{f', and {describe_cure(context)}' * decides}"
+        f"activations of all of them at once; with a checkpoint for each layer the peak is "
+        f"{percent(num_bytes, ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
+        f"{f', and {describe_cure(context)}' * decides}"
     )
     fix = "fix: call checkpoint for each layer, or checkpoint_sequential(layers, number of layers, x)"
     evidence = (Evidence(fix, source=source), effect_evidence(context, needs, "with a checkpoint for each layer"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from enum import StrEnum
 
@@ -35,6 +36,7 @@ _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
 # Stages of a model between its last layer and its loss, outside modules with a stage.
 _FINAL_STAGES = ("final norm", "before the head", "own code")
+_SOFTMAXES = ("aten._softmax", "aten._log_softmax")
 _TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
 _ROLE_CATEGORIES = {
     Role.PARAMETER: Category.PARAMETERS,
@@ -71,6 +73,11 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     weights_of_heads = (trace.storages[i] for i, owner in trace.owners.items() if owner.name in names)
     head_rows = next((storage.shape[0] for storage in weights_of_heads), vocab_size)
     early_frees = {ref for kind, ref in trace.events[:first_forward] if kind is _FREE}
+    scores = _find_scores(trace)
+    given = (trace.storages[index] for index, owner in trace.owners.items() if owner.role is Role.INPUT)
+    inputs = {(storage.source, storage.op) for storage in given}
+    gradients = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
+    computing = [(time, phase.kind) for time, phase in trace.list_phase_begins() if phase.kind.computes]
 
     # A script measured without --detail has no lines outside its modules: tensors made there count as its own.
     lacks_lines = trace.source == "measured" and trace.facts.target is None
@@ -97,6 +104,17 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             width is not None and len(storage.shape) > 1 and storage.shape[-1] == width and storage.shape not in weights
         )
 
+    def own_category(storage: Storage) -> Category:
+        """Return the category of a tensor that the program makes outside modules: logits, if it is as wide, as is what
+        they are collected in; else data."""
+        is_wide = len(storage.shape) > 1 and storage.shape[-1] == logits_width and storage.shape not in weights
+        return Category.LOGITS_AND_LOSS if is_wide and "float" in storage.dtype else Category.INPUTS
+
+    def is_gradient_copy(storage: Storage, time: int) -> bool:
+        """Return whether a copy with a weight's shape is of gradients: made of what no optimizer has used yet."""
+        last = bisect.bisect_right(computing, time, key=lambda begin: begin[0]) - 1
+        return last >= 0 and computing[last][1] is PhaseKind.BACKWARD and storage.shape in gradients
+
     def categorize_storage(index: int, storage: Storage) -> Category:
         owner = trace.owners.get(index)
         if owner is not None:
@@ -104,14 +122,14 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.KV_CACHE if has_cache_name else _ROLE_CATEGORIES[owner.role]
         if storage.hidden:
             return Category.LIBRARY_WORKSPACE
-        if index in weight_copies:
-            return Category.PARAMETERS
         kind = trace.phases[storage.phase].kind
         birth = births[index]
+        if index in weight_copies:
+            return Category.GRADIENTS if is_gradient_copy(storage, birth) else Category.PARAMETERS
         if storage.module != NONE and _is_bucket(trace, storage):
             return Category.COMMUNICATION
         if kind in (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION):
-            if is_logits(storage, birth):
+            if index in scores or is_logits(storage, birth):
                 return Category.LOGITS_AND_LOSS
             if index not in outliving:
                 return Category.TEMPORARIES
@@ -133,7 +151,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.PARAMETERS
         if kind is PhaseKind.MODEL and index not in early_frees:
             # Outside the model, and still live when the model is called: data, such as a replay buffer.
-            return Category.INPUTS if storage.module == NONE and is_made_by_program(storage) else Category.TEMPORARIES
+            is_own = storage.module == NONE and is_made_by_program(storage)
+            return own_category(storage) if is_own else Category.TEMPORARIES
         if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):
             return Category.TEMPORARIES
         if storage.module != NONE:  # after a backward pass within a module
@@ -142,8 +161,11 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             next_backward = bisect.bisect_left(backward_begins, birth)
             is_saved = next_backward < len(backward_begins) and backward_begins[next_backward] < deaths[index]
             return Category.ACTIVATIONS if is_saved else Category.TEMPORARIES
-        if is_made_by_program(storage) and (birth < first_forward or next_batches.is_next_batch(birth, deaths[index])):
-            return Category.INPUTS
+        # Of what one line makes, a model has been given some, and not yet the others.
+        is_of_inputs = storage.source != NONE and (storage.source, storage.op) in inputs
+        is_next = birth < first_forward or next_batches.is_next_batch(birth, deaths[index])
+        if is_of_inputs or (is_made_by_program(storage) and is_next):
+            return own_category(storage)
         return Category.UNATTRIBUTED
 
     return [categorize_storage(index, storage) for index, storage in enumerate(trace.storages)]
@@ -155,6 +177,25 @@ def is_half_precision_copy(storage: Storage, weight_shapes: set[tuple[int, ...]]
     Compiled code casts weights in this way under autocast.
     """
     return storage.shape[::-1] in weight_shapes and storage.dtype in ("bfloat16", "float16")
+
+
+def _find_scores(trace: Trace) -> set[int]:
+    """Return the storages of what calls return and the program takes a softmax of, and of this softmax."""
+    outputs = {index for forward in trace.forwards for index in forward.outputs}
+    softmaxes = [
+        index
+        for index, storage in enumerate(trace.storages)
+        if trace.op(storage) in _SOFTMAXES and (storage.module == NONE or trace.modules[storage.module].path == "")
+    ]
+    returned, taken = (
+        {_flatten_rows(trace.storages[index].shape) for index in group} for group in (outputs, softmaxes)
+    )
+    return {index for index in (*outputs, *softmaxes) if _flatten_rows(trace.storages[index].shape) in returned & taken}
+
+
+def _flatten_rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return `shape` as rows and columns, of which a loss takes its tokens or pixels."""
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def _is_bucket(trace: Trace, storage: Storage) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator.on_gpu import GpuReplay
+from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.stages import OWN_CODE, Span
 from memprof.trace.events import CPU, NONE, EventKind, PhaseKind, Trace
 from memprof.trace.json_values import json_name
@@ -28,6 +29,12 @@ class OutOfMemoryMoment:
     free_bytes: int  # free bytes of the GPU, too few for the segment
     message: str  # torch's message
     max_buffer_bytes: int | None = None  # length of Metal's buffers, if the request reaches it: memory may be free
+
+
+def describe_unusable(tried_bytes: int) -> str:
+    """Return why cached memory is of no use to an allocation for which a segment of `tried_bytes` was requested: one of
+    the small pool, whose segments have one size, takes nothing of the large pool."""
+    return "for tensors above 1 MiB" if tried_bytes == SMALL_BUFFER else "in pieces too small for this allocation"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,7 @@ _PHASE_STAGES = {
 }
 OWN_CODE = ("own code", "output", "other")  # stages of the program's own code, outside modules
 _EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
-_WORDS_BY_NAME = {
-    "parameters": "setup", "own code": "code between modules", "output": "code after the model",
-    "other": "code between stages",
-}  # fmt: skip
+_WORDS_BY_NAME = {"parameters": "setup", **dict.fromkeys(OWN_CODE, "code outside modules")}
 _CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
 
 

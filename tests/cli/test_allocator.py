@@ -145,7 +145,7 @@ def test_a_workspace_that_pins_a_segment(memprof, tmp_path):
     options = ("--model", f"{file}:build", "--mode", "inference", "--gpu-vram", "1100MiB")
     result = memprof("profile", *options)
     assert result.exit_code == 3
-    assert [line for line in result.stdout.splitlines() if "code between modules" in line and "out of memory" in line]
+    assert [line for line in result.stdout.splitlines() if "code outside modules" in line and "out of memory" in line]
     report = memprof("profile", *options, "--json").json
     finding = next(finding for finding in report["findings"] if finding["id"] == "fragmentation")
     assert any("pinned by" in line["text"] and "cublas workspace" in line["text"] for line in finding["evidence"])

@@ -48,7 +48,9 @@ def test_each_rank_is_measured_and_they_stop_together(tmp_path):
     names = [row["name"] for row in json.loads(compared.stdout)["totals"]]
     assert names[-2:] == ["allocated, rank 0", "allocated, rank 1"]
     text = python("-m", "memprof", "show", tmp_path / "measured.memprof").stdout
-    assert "ranks 0-1 of 2, together; shown in full: rank" in text and "device used" not in text
+    assert "ranks 0-1 of 2, together; shown in full: rank" in text
+    (header,) = (line for line in text.splitlines() if line.startswith(" ranks "))
+    assert header.split() == ["ranks", "allocated", "in"]
 
 
 @pytest.mark.nightly

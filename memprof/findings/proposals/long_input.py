@@ -41,7 +41,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     part = find_fitting_rows(context, long, length)
     if part < MIN_PART:  # no part helps enough
         return
-    change = f"the input {format_shape(shape)} in parts of at most {part:,} of its {length:,}, one after another"
+    change = f"the input {format_shape(shape)} of length {length:,} in parts of at most {part:,}, one after another"
     yield Proposal(resize_rows(trace, long, part, length), change)
 
 

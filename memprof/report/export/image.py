@@ -57,7 +57,7 @@ def draw_run(document: Report) -> Any:
         raise UsageError("this report has no memory over time to draw", value="--image", hint="run it again")
     unit = choose_unit(peak_bytes)
     figure = Figure(figsize=_INCHES, layout="constrained")
-    verdict = render_verdict(document, with_message=False) if document.limit is None else format_limit(document.limit)
+    verdict = render_verdict(document, is_short=True) if document.limit is None else format_limit(document.limit)
     title = to_text(verdict, width=_TITLE_COLUMNS).strip()
     figure.suptitle(title, x=0.01, ha="left", fontsize="medium", parse_math=False)
     axes = figure.add_subplot()

@@ -24,15 +24,15 @@ _ANNOTATION_BY_SEVERITY = {Severity.ERROR: "error", Severity.WARNING: "warning",
 
 
 def to_markdown(document: Report, code_folder: Path | None = None) -> str:
-    """Return the first screen of a report as Markdown: verdict, categories, causes, what to do; and folded, as text.
+    """Return the first screen of a report as Markdown: verdict, causes, what to do, categories; and folded, as text.
 
     `code_folder`: the folder in which the program was run, whose lines are quoted; None: its files may have changed.
     """
-    answer = Group(*render_certain_errors(document), render_verdict(document, with_message=False))
+    answer = Group(*render_certain_errors(document), render_verdict(document, is_short=True))
     verdict, _, rest = " ".join(to_text(answer, width=layout.MAX_WIDTH).split()).partition(": ")
-    parts = [f"{_TITLE}{verdict}", _escape(rest), _make_table(document)]
+    parts = [f"{_TITLE}{verdict}", _escape(rest)]
     parts += [_make_list("Why", (_escape(brief.describe_cause(one)) for one in brief.list_causes(document)))]
-    parts += [_make_list("Do", map(_format_action, brief.list_actions(document, code_folder)))]
+    parts += [_make_list("Do", map(_format_action, brief.list_actions(document, code_folder))), _make_table(document)]
     screen = to_text(brief.render(document, code_folder=code_folder), _WIDTH).strip("\n")
     parts += [f"<details><summary>The report</summary>\n\n{_fence(screen)}\n\n</details>"]
     return "\n\n".join(part for part in parts if part) + "\n"

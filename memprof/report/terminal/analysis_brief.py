@@ -1,4 +1,4 @@
-"""The first screen of `memprof analyze`: the answer, what is live, and what is reserved without use.
+"""The first screen of `memprof analyze`: the answer, why memory ran out, what is live, and what is reserved unused.
 
 It has up to about 40 lines of 100 columns; `--full` prints the whole analysis.
 """
@@ -32,7 +32,12 @@ def render(
     answers = [answer for device in document.devices for answer in render_answer(device)]
     if quiet:
         return Group(*answers)
-    parts: list[RenderableType] = [*answers, render_title(document)]
+    parts: list[RenderableType] = [*answers]
+    for device in document.devices:
+        for oom in device.ooms[:1]:
+            where = f" on device {device.device}" * (len(document.devices) > 1)
+            parts += [make_heading(f"\nWhy it ran out of memory{where}"), render_bullets(oom.reasons), Text("")]
+    parts.append(render_title(document))
     for device in document.devices:
         if len(document.devices) > 1:
             parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
@@ -43,8 +48,6 @@ def render(
 
 def _render_device(device: DeviceReport, *, replay: bool) -> list[RenderableType]:
     parts: list[RenderableType] = [MemoryCurves(device)] if len(device.timeline.events) > 1 else []
-    for oom in device.ooms[:1]:
-        parts += [make_heading("\nWhy it ran out of memory", ""), render_bullets(oom.reasons)]
     parts.append(render_live_memory(device))
     parts.append(_render_unused(device))
     missing = device.missing_frames

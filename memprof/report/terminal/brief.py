@@ -1,4 +1,5 @@
-"""The first screen of a report: verdict, causes with their line, what to do, and the stages with the highest peaks.
+"""The first screen of a report: verdict, causes with their line, what to do; then the setting, the categories at the
+peak, and the stages with the highest peaks.
 
 It has at most 40 lines of 100 columns, unless ranks or a ladder need more; `--full` prints the whole report.
 """
@@ -16,9 +17,10 @@ from rich.text import Text
 from memprof.findings import Finding, Severity, Suggestion
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
+from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import format_shape, name_operator
-from memprof.report.terminal.console import ShellCommand, dim, indent, make_section, make_table
+from memprof.report.terminal.cells import describe_tensor, name_operator
+from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
 from memprof.report.terminal.heading import render_heading
@@ -32,7 +34,13 @@ from memprof.report.terminal.stage_names import describe_step
 from memprof.report.terminal.stages import format_stage
 from memprof.report.terminal.steps import render_batches
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
-from memprof.report.terminal.verdict import find_certain_errors, render_answer, render_certain_errors, render_verdict
+from memprof.report.terminal.verdict import (
+    describe_sum,
+    find_certain_errors,
+    render_answer,
+    render_certain_errors,
+    render_verdict,
+)
 from memprof.stubs.packages import NO_STUBS_HINT
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
@@ -55,12 +63,15 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
         return render_answer(document)
     total_bytes = document.device.total_bytes or 0
     parts = [] if document.limit is None else [render_limit(document.limit, total_bytes)]
-    parts += [*render_certain_errors(document), render_verdict(document, with_message=False)]
-    parts += [*_render_refused(document, code_folder), render_heading(document)]
-    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
-    parts += [Text(""), render_categories(document, MIN_SHARE)]
-    parts += _render_causes(document)
+    parts += [*render_certain_errors(document), render_verdict(document, is_short=True)]
+    parts += _render_causes(document, code_folder)
     parts += _render_actions(document, code_folder)
+    parts.append(render_heading(document))
+    parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
+    parts += [Text(""), render_categories(document, MIN_SHARE, note=describe_sum(document))]
+    if not list_causes(document) and document.verdict.fits is not False:
+        largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
+        parts.append(make_section("Largest at the peak", *map(make_item, largest), below=1))
     rest = dim(_describe_rest(document))
     tables = list(_render_tables(document))
     if tables:
@@ -83,40 +94,46 @@ class _Fitting:
         yield screen
 
 
-def _render_refused(document: Report, code_folder: Path | None) -> list[RenderableType]:
-    """Return a line on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as the cause."""
+def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
+    """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
+    code, unless that is quoted as the cause; and whether torch's advice helps."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
-    tensor = f"[{format_shape(verdict.oom_shape)}] {verdict.oom_dtype}"
+    tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
-    text = f"The failed allocation is {tensor}{f' by {operator}' * bool(operator)}, at {lines}."
-    advice = []
-    if verdict.expandable_segments_help is not None:
-        effect = "lets it succeed; a later one may fail" if verdict.expandable_segments_help else "does not help"
-        advice = [Text(f"{EXPANDABLE_SEGMENTS}, as torch advises, {effect}.")]
+    text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
+    if verdict.expandable_segments_help:
+        text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
-    return [Text(text), *(dim(f"    {code}") for code in codes[:1] if not is_quoted), *advice]
+    return [make_item(text), *(_quote(code) for code in codes[:1] if not is_quoted)]
 
 
-def _render_causes(document: Report) -> list[RenderableType]:
-    """Return the causes, a line each, and the largest tensors where these do not explain the run."""
-    causes = list_causes(document)
-    if causes:
-        is_easy = document.verdict.fits is not False and not document.verdict.retries
-        is_explained = causes[0].is_decisive or is_easy
-        largest = () if is_explained else _describe_largest_category(document, causes[0])
-        return [make_section("Why", *largest, *map(_render_title, causes), below=1)]
-    lines = [Text("- ").append(line) for line in _list_largest(document, document.peak.tensors, MAX_TENSORS)]
-    notes = _list_notes(document)
-    title = "Why: the largest tensors at the peak" if document.verdict.fits is False else "Largest at the peak"
-    section: RenderableType = make_section(title, *lines, below=1)
-    return [section, *([make_section("Noticed", *map(_render_title, notes), below=1)] if notes else [])]
+def _quote(code: str) -> RenderableType:
+    """Return a line of the program, below the item that is about it."""
+    return indent(indent(dim(code)))
+
+
+def _render_causes(document: Report, code_folder: Path | None) -> list[RenderableType]:
+    """Return the causes, a line each, the failed allocation, and the largest tensors where the causes do not explain
+    the run; of a run that fits without them, what was noticed."""
+    causes, failed = list_causes(document), _list_failed(document, code_folder)
+    if not causes and document.verdict.fits is not False:
+        notes = _list_notes(document)
+        return [*map(_render_title, notes), Text("")]
+    is_easy = document.verdict.fits is not False and not document.verdict.retries
+    if not causes:
+        lines = _list_largest(document, document.peak.tensors, MAX_TENSORS)
+        items = [*failed, make_item("the largest tensors at the peak:"), indent(*map(make_item, lines))]
+    elif causes[0].is_decisive or is_easy:
+        items = [*map(_render_title, causes), *failed]
+    else:
+        items = [*_describe_largest_category(document, causes[0]), *map(_render_title, causes), *failed]
+    return [*items, Text("")]
 
 
 def list_causes(document: Report) -> list[Finding]:
@@ -133,42 +150,50 @@ def list_causes(document: Report) -> list[Finding]:
 
 def _list_notes(document: Report) -> list[Finding]:
     """Return the note that is shown where there is no cause, if there is one."""
-    # A note of fragmentation is of a run with room for it.
-    return [one for one in document.findings if one.severity is Severity.NOTE and one.id != "fragmentation"][:1]
+    # Of a run with room for its fragmentation, and of categories, which are below: nothing to do.
+    others = ("fragmentation", "unattributed")
+    return [one for one in document.findings if one.severity is Severity.NOTE and one.id not in others][:1]
 
 
-def _render_title(finding: Finding) -> Text:
+def _render_title(finding: Finding) -> RenderableType:
     """Return `describe_cause` as an item of a list, its label in the colour of its severity."""
     style = SEVERITY_STYLE[Severity.ERROR if finding.is_decisive else finding.severity]
     label, _, rest = describe_cause(finding).partition(": ")
-    return Text("- ").append(f"{label}: ", style=style).append(rest.replace("\n", "\n  "))
+    return make_item(Text("").append(f"{label}: ", style=style).append(rest))
 
 
 def describe_cause(finding: Finding) -> str:
     """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
-    message = f"\n{finding.evidence[0].text}" if finding.id == "run-failed" and finding.evidence else ""
-    return f"{'cause' if finding.is_decisive else finding.severity.value}: {finding.title}{message}"
+    text = finding.title
+    if finding.id == "run-failed" and finding.evidence:
+        place, _, reason = text.rpartition(": ")
+        message = finding.evidence[0].text
+        text = f"{place}: {message}" if message.startswith(reason) else f"{text}\n{message}"
+    return f"{'cause' if finding.is_decisive else finding.severity.value}: {text}"
 
 
-def _describe_largest_category(document: Report, finding: Finding) -> Iterator[Text]:
+def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:
     """Yield a line on the category with most of the peak and its largest tensors, unless `finding` explains half."""
     category, category_bytes = max(document.peak.categories.items(), key=lambda item: item[1], default=("", 0))
     explained_bytes = 0 if finding.id == "fragmentation" else finding.num_bytes or 0  # which is beside all tensors
     if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
-        for line in _list_largest(document, tensors, 1):
-            yield Text(f"- {category}: {format_bytes(category_bytes)} ({share}); the largest are ").append(line)
+        for line in _list_largest(document, tensors, 1, with_category=False):
+            yield make_item(Text(f"{category}: {format_bytes(category_bytes)} ({share}); the largest: ").append(line))
 
 
-def _list_largest(document: Report, tensors: Sequence[LiveTensor], count: int) -> Iterator[Text]:
+def _list_largest(
+    document: Report, tensors: Sequence[LiveTensor], count: int, *, with_category: bool = True
+) -> Iterator[Text]:
     """Yield up to `count` descriptions of the largest of `tensors` at the peak, equal ones together."""
     unit = choose_report_unit(document)
     for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             times = f"{tensor.count} x " if tensor.count > 1 else ""
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            yield Text(f"{size}: {times}[{format_shape(tensor.shape)}] {tensor.dtype}, ").append(render_origin(tensor))
+            text = Text(f"{size}, {times}{describe_tensor(tensor.shape, tensor.dtype)}, ")
+            yield text.append(render_origin(tensor, with_category=with_category))
 
 
 class Action(NamedTuple):
@@ -185,12 +210,12 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
     actions = list_actions(document, code_folder)
     for text, code, is_command in actions:
         if is_command:
-            lines += [Text(f"- {text}:"), indent(ShellCommand(code))]
+            lines += [make_item(f"{text}:"), indent(ShellCommand(code))]
         else:
-            lines += [Text(f"- {text}", style="green"), *([dim(f"    {code}")] if code else [])]
+            lines += [make_item(Text(text, style="green")), *([_quote(code)] if code else [])]
     is_cut = document.program is not None and document.program.ended == "refused"
     has_needs = is_cut and any(": needs " in action.text for action in actions)
-    note = " (what a change needs is up to the failed allocation; the rest was not run)" * has_needs
+    note = " (what comes after the failed allocation was not run, and may need more)" * has_needs
     return [make_section(f"Do{note}", *lines, below=1)] if lines else []
 
 
@@ -213,7 +238,7 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
     next_step = choose_next_step(document)
-    if next_step and not (next_step in HELP_STEPS and (actions or not shown)):
+    if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
     return actions
 
@@ -271,14 +296,17 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     if len(with_tensors) < 2:
         return Group()
     top = sorted(sorted(with_tensors, key=lambda i: -rows[i].peak_allocated_bytes)[:num_stages])
-    shows_fit = document.source == "simulated"
+    usable, resident = document.device.usable_bytes, document.device.resident_bytes
+    cells = [
+        (row, *format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident))
+        for i, row in ((i, replace(rows[i], num_rounds=with_tensors[i])) for i in top)
+    ]
+    # Where all fit, the verdict says so.
+    shows_fit = document.source == "simulated" and any(fit.plain != "fits" for *_, fit in cells)
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
     table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
-    for i in top:
-        row = replace(rows[i], num_rounds=with_tensors[i])
-        usable, resident = document.device.usable_bytes, document.device.resident_bytes
-        name, fit = format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident)
+    for row, name, fit in cells:
         ended = row.oom and document.program is not None and document.program.ended == "refused"
         sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
         table.add_row(name, *sizes, *([fit] * shows_fit))
@@ -292,7 +320,7 @@ def _merge_equal_names(rows: Sequence[ShownStage], peak_index: int | None) -> di
     by_name: dict[tuple[str, int, str | None], list[int]] = {}
     for i, row in enumerate(rows):
         if row.peak_allocated_bytes:
-            by_name.setdefault((row.name, row.num_merged, row.source), []).append(i)
+            by_name.setdefault((describe_name(row.name), row.num_merged, row.source), []).append(i)
     merged = {}
     for indices in by_name.values():
         highest = max(indices, key=lambda i: (i == peak_index, rows[i].peak_allocated_bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memprof.trace.events import short_source
@@ -39,6 +39,11 @@ def choose_unit(num_bytes: int, *, min_unit_bytes: int = MIB) -> Unit:
 def format_shape(shape: Iterable[int]) -> str:
     """Return a tensor's shape as text, such as 4096x64000."""
     return "x".join(map(str, shape))
+
+
+def describe_tensor(shape: Sequence[int], dtype: str) -> str:
+    """Return shape and dtype of a tensor as text; "a buffer" of bytes in one dimension, as kernels request them."""
+    return "a buffer" if dtype == "uint8" and len(shape) == 1 else f"[{format_shape(shape)}] {dtype}"
 
 
 def name_operator(op: str) -> str:

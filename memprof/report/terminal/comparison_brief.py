@@ -33,8 +33,8 @@ def render(document: Comparison, *, top: int = 10, quiet: bool = False, files: t
     if quiet:
         return render_verdict(document)
     unit = choose_comparison_unit(document)
-    parts = [*_render_answer(document), render_verdict(document), render_heading(document), render_settings(document)]
-    parts += [render_tensors(document, top), render_stages(document, unit, top)]
+    parts = [*_render_answer(document), render_verdict(document), render_settings(document), Text("")]
+    parts += [render_heading(document), render_tensors(document, top), render_stages(document, unit, top)]
     more = "More: --full (all totals, categories, fragmentation, findings), --explain (assumptions), --html FILE"
     return Group(*parts, *render_next_step(choose_step_after_compare(document, files)), dim(more))
 
@@ -48,4 +48,4 @@ def _render_answer(document: Comparison) -> Iterator[Text]:
         if row.name in _SHOWN_TOTALS and row.a_bytes is not None and row.b_bytes is not None and row.difference_bytes
     ]
     if changes:
-        yield Text("B takes ", style="bold").append(f"{', '.join(changes)}.", style="default")
+        yield Text(f"B ({document.b.file}) takes ", style="bold").append(f"{', '.join(changes)}.", style="default")

@@ -103,6 +103,13 @@ def make_section(title: Text | str, *parts: RenderableType, below: int = 0) -> G
     return Group(make_heading(title) if isinstance(title, str) else title, indent(*parts, below=below))
 
 
+def make_item(text: Text | str) -> Table:
+    """Return an item of a list: a dash, and `text` beside it on as many lines as it takes."""
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row("-", text)
+    return grid
+
+
 class _FittedTable(Table):
     """A table that drops the columns named in `optional`, in this order, until it fits the console's width."""
 

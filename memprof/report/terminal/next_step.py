@@ -26,7 +26,8 @@ MAX_STEPS = 1000  # Steps of a script that is run to its end, where batches diff
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
 _FINDINGS_HELP = ("what each finding means", "memprof help findings")
 _FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
-HELP_STEPS = (_FINDINGS_HELP, _FIXES_HELP)  # for readers who are given nothing else to do
+_RUN_HELP = ("how a script is run, and what may stop it", "memprof help run")
+HELP_STEPS = (_FINDINGS_HELP, _FIXES_HELP, _RUN_HELP)  # pages, which are nothing to do on a first screen
 _MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
 
@@ -150,7 +151,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
     if document.failure is not None:
         if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):
             return "what cannot be simulated", "memprof help limitations"
-        return "how a script is run, and what may stop it", "memprof help run"
+        return _RUN_HELP
     if document.verdict.fits is None and is_single:
         return "the whole script", run(until_exit=True, steps=None, timeout=None)
     if is_single and document.patch is None and not (document.ladder or program.fixes) and _has_local_fix(document):

@@ -17,16 +17,19 @@ _MAX_ROUNDING_BYTES = 20 * MIB  # By which torch's message exceeds a tensor: it 
 _REFUSED_WORKSPACES = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
+_MIN_PEAK_SHARE = 0.1  # Of what a run needs: a smaller peak has a unit of its own.
 _MIN_UNCERTAIN_SHARE = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
 
 
 def choose_report_unit(document: Report) -> Unit:
-    """Return the unit of sizes in a report: that of its peak."""
-    return choose_unit(document.peak.allocated_bytes)
+    """Return the unit of sizes in a report: that of what the run needs, unless its peak is far below."""
+    peak_bytes, required_bytes = document.peak.allocated_bytes, document.verdict.required_bytes
+    return choose_unit(required_bytes if _MIN_PEAK_SHARE * required_bytes <= peak_bytes else peak_bytes)
 
 
-def render_categories(document: Report, min_share: float = 0.0) -> RenderableType:
-    """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on."""
+def render_categories(document: Report, min_share: float = 0.0, note: str | None = None) -> RenderableType:
+    """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on, and below
+    them a note; None: what is not known of cuDNN's workspaces."""
     total_bytes = document.peak.allocated_bytes
     format_size = choose_report_unit(document).format
     table = make_table("", ">", ">", "|bar", optional=("bar",))
@@ -39,7 +42,8 @@ def render_categories(document: Report, min_share: float = 0.0) -> RenderableTyp
     where = describe_moment(document, document.peak.stage, document.peak.step)
     moment = "With the failed allocation" if _is_failed_included(document) else "At the peak"
     title = f"{moment}, {format_bytes(total_bytes)} of tensors in {where}"
-    return make_section(title, table, *_render_workspaces(document), below=1)
+    notes = _render_workspaces(document) if note is None else [dim(note)] if note else []
+    return make_section(title, table, *notes, below=1)
 
 
 def _is_failed_included(document: Report) -> bool:

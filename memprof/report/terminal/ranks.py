@@ -19,11 +19,11 @@ _LABEL_BY_ENDING = {
 
 def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
     """Return a table with the peaks and the verdict of each GPU."""
-    table = make_table("gpus", ">capacity", ">allocated", ">reserved", ">device used", ">", ruled=True)
+    table = make_table("gpus", ">capacity", ">allocated", ">needs", ">", ruled=True)
     for gpu in gpus:
         name = Text(gpu.device).append("  <- shown in full" * gpu.shown, style="bold")
         capacity = "" if gpu.total_bytes is None else f"{gib(gpu.total_bytes)} GiB"
-        sizes = (gpu.peak_allocated_bytes, gpu.peak_reserved_bytes, gpu.device_used_bytes)
+        sizes = (gpu.peak_allocated_bytes, gpu.required_bytes)
         verdict = _render_fit(gpu.fits, "not known") if gpu.used else Text("not used")
         table.add_row(name, capacity, *map(unit.format, sizes), verdict)
     note = f"{unit.name}, at the most. The run fits if all GPUs do; --gpu-index shows another one in full."
@@ -31,8 +31,8 @@ def render_gpus(gpus: tuple[GpuRow, ...], unit: Unit) -> RenderableType:
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
-    """Return a table with the peaks and the verdict of each group of equal ranks; `on_cpu` omits reserved memory."""
-    headers = () if on_cpu else (">reserved", ">device used")
+    """Return a table with the peaks and the verdict of each group of equal ranks; `on_cpu` omits what they need."""
+    headers = () if on_cpu else (">needs",)
     table = make_table("ranks", ">allocated", "in", *headers, ">", ruled=True)
     groups: dict[int, list[RankRow]] = {}
     for row in ranks:
@@ -44,7 +44,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False
         if shown_ranks := [row.rank for row in rows if row.shown]:
             prefix = f"{shown_ranks[0]} " if len(rows) > 1 or len(set(first.alike)) > 1 else ""
             name.append(f"  <- {prefix}shown in full", style="bold")
-        sizes = [unit.format(size) for size in (first.peak_reserved_bytes, first.device_used_bytes)] if headers else []
+        sizes = [unit.format(first.required_bytes)] if headers else []
         verdict = _render_fit(first.fits, _LABEL_BY_ENDING.get(first.ended, "not known"))
         if first.fits is None:
             verdict.stylize("yellow")

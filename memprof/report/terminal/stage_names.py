@@ -7,7 +7,7 @@ from memprof.report.documents.report import Report
 
 
 def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
-    """Return a stage as text, such as "code between modules of step 2"."""
+    """Return a stage as text, such as "code outside modules of step 2"."""
     return format_stage(describe_name(name), step, micro_batch)
 
 

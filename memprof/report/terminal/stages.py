@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -17,6 +19,7 @@ from memprof.trace.events import short_source
 from memprof.units import MIB, format_bytes
 
 MIN_HOST_BYTES = 64 * MIB  # Host memory below this has no column.
+_RANGE = re.compile(r"\d-\d+$")  # Of numbers, which ends the name of merged layers.
 # Columns of the stage table in the order in which a narrow terminal drops them.
 _OPTIONAL_COLUMNS = (
     "host peak",
@@ -85,11 +88,13 @@ def format_stage(
         name.append(f", {short_source(row.source)}", style="dim")
     if row.num_merged > 1:
         mean_bytes = row.delta_bytes // row.num_merged
-        mean, growth = unit.format(mean_bytes), unit.format(mean_bytes, sign=True)
+        growth = unit.format(mean_bytes, sign=True)
         if row.is_step:  # whose name has their numbers
             suffix = f", {growth} a step" if growth != "+0.00" else ""
         else:
-            suffix = f" x{row.num_merged}, {mean} {'each' if row.has_equal_deltas else 'on average'}"
+            number = "" if _RANGE.search(row.name) else f" x{row.num_merged}"
+            each = "each" if row.has_equal_deltas else "on average"
+            suffix = f"{number}, {growth} {each}" if growth != "+0.00" else number
         name.append(suffix, style="dim")
     if row.num_rounds > 1 and not row.is_step:
         name.append(f", {row.num_rounds} times", style="dim")

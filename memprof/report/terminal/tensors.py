@@ -25,16 +25,15 @@ def merge_equal_tensors(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
     return sorted(merged.values(), key=lambda tensor: (-tensor.num_bytes, -tensor.count))
 
 
-def render_origin(tensor: LiveTensor, *, in_table: bool = False) -> Text:
+def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: bool = True) -> Text:
     """Return the origin of a tensor: category, name or module, operator, and source line; shorter `in_table`."""
-    text = Text(tensor.category)
-    owner = tensor.name or tensor.module
-    if owner:
-        text.append(f" {'of module ' * owner.isdecimal()}{owner}")
+    owner = tensor.name or tensor.module or ""
+    words = [tensor.category if with_category else "", f"{'of module ' * owner.isdecimal()}{owner}"]
+    text = Text(" ".join(filter(None, words)))
     operator = name_operator(tensor.op)
     if tensor.source and not tensor.name:
         line, space = short_source(tensor.source), " " * bool(operator)
         operator = f" {operator}{space}{line}" if in_table else f", {operator}{space}at {line}"
     elif operator:
         operator = f" {operator}"
-    return text.append(operator, style="dim")
+    return text.append(operator if text else operator.removeprefix(", "), style="dim")

@@ -12,6 +12,7 @@ from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
+from memprof.ledger.stage_amounts import describe_unusable
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
@@ -35,9 +36,12 @@ def render_answer(document: Report) -> RenderableType:
     return Group(*render_certain_errors(document), render_verdict(document))
 
 
-def render_verdict(document: Report, *, with_message: bool = True) -> RenderableType:
-    """Return the verdict on a run: whether it fits, what it needs, and torch's message on running out of memory."""
-    verdict = _render_memory_verdict(document, with_message=with_message)
+def render_verdict(document: Report, *, is_short: bool = False) -> RenderableType:
+    """Return the verdict on a run: whether it fits, what it needs, and torch's message on running out of memory.
+
+    If `is_short`, it has neither this message nor the parts of what a run needs that does not fit.
+    """
+    verdict = _render_memory_verdict(document, is_short=is_short)
     if document.program is None or not has_own_exit_code(document.program):
         return verdict
     code = f"The exit code {document.program.exit_code} is the script's own"
@@ -45,7 +49,7 @@ def render_verdict(document: Report, *, with_message: bool = True) -> Renderable
     return Group(verdict, note)
 
 
-def _render_memory_verdict(document: Report, *, with_message: bool) -> RenderableType:
+def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableType:
     verdict, device = document.verdict, document.device
     if document.on_cpu:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
@@ -73,8 +77,8 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
         else:
             reason = f"the run stopped in {failure.phase}, with {failure.error}"
             label, reason = "Failed", f"{reason}; it needed {need} until then"
-            rest = "The figures are of the run up to there."
-        return _label(label, "bold red", f"{reason}{fit_note} {rest}")
+            rest = ""
+        return _label(label, "bold red", f"{reason}{fit_note} {rest}".rstrip())
     if verdict.fits is None:
         text = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
         return _label("Not known", "bold yellow", f"{text} Give it more time.")
@@ -90,9 +94,9 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     if verdict.fits and not verdict.retries and spare_bytes >= 0:
         return _render_fit(document, need, spare_bytes, usable_bytes).append(_format_growth(verdict.growth))
     if verdict.fits:
-        reason = f"{_describe_retries(verdict.retries)}. Without releasing its cache it would need {need}"
+        reason = f"{_describe_retries(verdict.retries)}. Without that it would need {need}"
         most_bytes = get_uncertain_peak(document)
-        reason += f"; {_describe_uncertainty(most_bytes)}" if most_bytes > usable_bytes else "."
+        reason += f"; {_describe_uncertainty(most_bytes + context_bytes)}" if most_bytes > usable_bytes else "."
         return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
@@ -101,21 +105,24 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
     where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
-    need_intro = "The script ended there; it needs at least" if was_refused else "The whole run needs"
+    need_intro = "Up to there the script needs" if was_refused else "The whole run needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
     caught_note *= bool(num_caught)
     required_bytes, total_bytes = verdict.required_bytes, device.total_bytes or 0
+    need = f"{format_bytes(required_bytes)}{suffix}" if is_short else need
     if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
-        need += f", {format_bytes(required_bytes - total_bytes)} more than there is"
+        need += f", {format_bytes(required_bytes - total_bytes)} more than the GPU has"
+    else:
+        need += f"; the GPU has {format_bytes(total_bytes)}"
     used += f" in use{_describe_waste(document, usable_bytes)}"
     text = f"a real GPU runs out of memory in {where}, when it tries to allocate {tried} with {used}."
     if verdict.max_buffer_bytes is not None:
         limit = format_bytes(verdict.max_buffer_bytes)
         text = f"Metal refuses a tensor of {tried} in {where}: its buffers are below {limit}."
     view = _label("Does not fit", "bold red", f"{text} {need_intro} {need}.{caught_note}")
-    if not with_message:
+    if is_short:
         return view
     message = (verdict.oom_message or "").partition(" If reserved ")
     view.append(f" torch {'said' if was_refused else 'would say'}:")
@@ -123,13 +130,14 @@ def _render_memory_verdict(document: Report, *, with_message: bool) -> Renderabl
 
 
 def _describe_waste(document: Report, usable_bytes: int) -> str:
-    """Return what is cached in pieces that are too small for the failed allocation, where tensors leave room for it."""
+    """Return what is cached and no use to the failed allocation, where tensors leave room for it."""
     verdict = document.verdict
     in_use_bytes, reserved_bytes = verdict.in_use_bytes or 0, verdict.reserved_bytes or 0
-    has_room = in_use_bytes + (verdict.tried_to_allocate_bytes or 0) <= usable_bytes
+    tried_bytes = verdict.tried_to_allocate_bytes or 0
+    has_room = in_use_bytes + tried_bytes <= usable_bytes
     wasted_bytes = reserved_bytes - in_use_bytes
     is_told = has_room and wasted_bytes > 0  # none where the program has set a lower limit
-    return f" and {format_bytes(wasted_bytes)} cached in pieces that are too small" if is_told else ""
+    return f" and {format_bytes(wasted_bytes)} cached {describe_unusable(tried_bytes)}" if is_told else ""
 
 
 def _render_paging(document: Report, need: str) -> Text:
@@ -158,16 +166,29 @@ def describe_added_memory(device: DeviceFacts) -> str:
 
 def _describe_need(document: Report) -> str:
     """Return what a run needs, with its parts: tensors at their peak, what is cached beside them, the CUDA context."""
+    required_bytes, added = document.verdict.required_bytes, _describe_added(document)
+    if added is None:
+        return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
+    tensors = choose_unit(required_bytes).format(document.peak.allocated_bytes)
+    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {added})"
+
+
+def describe_sum(document: Report) -> str:
+    """Return what makes the tensors at the peak the need of a run that does not fit, whose short verdict lacks it."""
+    added = None if document.verdict.oom_stage is None else _describe_added(document)
+    return "" if added is None else f"with {added}: {format_bytes(document.verdict.required_bytes)}"
+
+
+def _describe_added(document: Report) -> str | None:
+    """Return what a run needs beside its tensors at their peak: what is cached, and the CUDA context; None if the need
+    is of another GPU than the peak."""
     required_bytes, peak = document.verdict.required_bytes, document.peak
     context_bytes = peak.device_used_bytes - peak.reserved_bytes
     cached_bytes = required_bytes - context_bytes - peak.allocated_bytes
-    if cached_bytes < 0 or document.gpus or document.ranks:  # the need of another GPU than the peak
-        return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
-    tensors, cached, context = map(
-        choose_unit(required_bytes).format, (peak.allocated_bytes, cached_bytes, context_bytes)
-    )
-    context_text = f", {context} of CUDA context" if document.device.has_cuda_context else ""
-    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {cached} cached{context_text})"
+    if cached_bytes < 0 or document.gpus or document.ranks:
+        return None
+    cached, context = map(choose_unit(required_bytes).format, (cached_bytes, context_bytes))
+    return f"{cached} cached" + f", {context} of CUDA context" * document.device.has_cuda_context
 
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
@@ -212,8 +233,7 @@ def find_certain_errors(document: Report) -> list[Finding]:
 
 def _describe_retries(retries: int) -> str:
     frequency = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
-    reason = "the allocator releases what it holds and does not use, which takes time"
-    return f"the GPU is full {frequency}, and the run goes on because {reason}"
+    return f"the GPU is full {frequency}, and the allocator releases its cache, which takes time"
 
 
 def _describe_errors(count: int) -> str:
@@ -222,7 +242,7 @@ def _describe_errors(count: int) -> str:
 
 
 def _describe_uncertainty(most_bytes: int) -> str:
-    return f"it may not fit, if cuDNN takes more for convolutions: tensors take up to {format_bytes(most_bytes)} then."
+    return f"it may not fit: if cuDNN takes the most for convolutions, it needs at least {format_bytes(most_bytes)}."
 
 
 def _list_unseen(document: Report) -> Iterator[str]:
@@ -257,7 +277,8 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     if nccl is None and (unseen := next(_list_unseen(document), None)):
         return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
-        rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes)}"
+        context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes
+        rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes + context_bytes)}"
         return _label("Fits by an estimate", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
         return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")

@@ -159,7 +159,7 @@ def test_says_whether_the_run_fits_with_outputs_in_host_memory(op: str) -> None:
         b.call(20 * MIB)
     b.alloc(120 * MIB, op=op, line="model.py:3 forward")
     finding = only(evaluation_accumulates.find(b.context(150 * MIB)))
-    assert finding.is_decisive and finding.title.endswith("; in host memory, the run fits")
+    assert finding.is_decisive and finding.title.endswith("; with them in host memory the run fits")
     assert only(evaluation_accumulates.find(b.context(110 * MIB))).is_decisive == (op == "aten.op0")
     roomy = only(evaluation_accumulates.find(b.context(250 * MIB)))
     assert not roomy.is_decisive and "fits" not in roomy.title

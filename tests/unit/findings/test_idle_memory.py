@@ -64,7 +64,7 @@ def test_a_window_or_a_cache_keeps_what_it_has_on_purpose() -> None:
 
 def test_where_no_holder_was_seen_the_line_is_named() -> None:
     (finding,) = logits_bound(held=False).find()
-    assert "the result of aten.empty at model.py:3" in finding.title
+    assert "the result of empty at model.py:3" in finding.title
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_the_largest_kinds_of_tensors_are_shown() -> None:
     ("first", "then", "text"),
     [
         (PhaseKind.OTHER, None, "(x/train.py:9)"),
-        (PhaseKind.FORWARD, None, "last used in code after the model"),
+        (PhaseKind.FORWARD, None, "last used in code outside modules"),
         (PhaseKind.FORWARD, PhaseKind.EVALUATION, "last used in evaluation of step 3, micro-batch 2"),
     ],
 )

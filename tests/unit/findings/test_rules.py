@@ -98,7 +98,7 @@ class TestOutOfMemoryCaught:
             b.free(refused)
         (finding,) = of(b.context(GIB), "out-of-memory-caught")
         assert finding.severity is Severity.WARNING and finding.num_bytes == 4 * GIB
-        assert finding.title.startswith("2 out-of-memory errors raised and caught: the report is of what")
+        assert finding.title.startswith("2 out-of-memory errors raised and caught: with --beyond none is raised")
         assert [evidence.num_bytes for evidence in finding.evidence] == [4 * GIB, 2 * GIB]
         assert "4.00 GiB for [4294967296] bool in aten.zeros at train.py:5" in finding.evidence[0].text
         assert finding.evidence[0].source == "train.py:5 <module>"
@@ -114,7 +114,8 @@ class TestLogits:
         (finding,) = of(b.context(vocab_size=50000), "logits-explosion")
         once = 8192 * 50000
         assert finding.num_bytes == once * (2 + 4 + 4 + 4)
-        assert "4 copies of [8192 x 50000]" in finding.title
+        kinds = "log-softmax, gradient of the log-softmax, gradient of the log-softmax's input and logits"
+        assert finding.title.startswith(f"Logits: {kinds} of [8192 x 50000], 5.34 GiB live at once")
         labels = {line.text.partition(":")[0]: line.num_bytes for line in finding.evidence[:-1]}
         assert labels == {
             "logits": once * 2,

@@ -57,7 +57,7 @@ def test_what_is_freed_and_what_to_change() -> None:
         "1 parameter of Target, called at train.py:5, that no optimizer updates" in finding.title
         and "128.00 MiB" in finding.title
     )
-    assert "384.00 MiB (33% of it) lower" in finding.title
+    assert "33% (384.00 MiB) lower" in finding.title
     fix, effect, gradient, saved = finding.evidence
     assert "torch.no_grad() at train.py:5, or requires_grad_(False) on `head`;" in fix.text
     assert effect.text == "the run reserves 768.00 MiB instead of 1.12 GiB"

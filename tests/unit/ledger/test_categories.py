@@ -7,7 +7,7 @@ import pytest
 from memprof.ledger.categories import Category, categorize, is_half_precision_copy
 from memprof.ledger.stages import list_spans
 from memprof.spec import TargetSpec
-from memprof.trace.events import HOST, EventKind, ModuleRole, PhaseKind, Role
+from memprof.trace.events import HOST, NONE, EventKind, Forward, ModuleRole, PhaseKind, Role
 from memprof.trace.facts import Facts, Target
 from tests.unit.ledger.forwards import VOCABULARY, WIDTH, run_forward
 from tests.unit.traces import TraceBuilder
@@ -242,6 +242,52 @@ def test_a_backward_that_begins_as_it_is_freed_did_not_need_it() -> None:
     assert categories_of(b, *made) == [TEMPORARIES, ACTIVATIONS]
 
 
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "op", "is_logits"),
+    [
+        ((2, 5, 6), "aten._log_softmax", True), ((2, 5, 6), "aten._softmax", True), ((10, 6), "aten._softmax", True),
+        ((2, 5, 7), "aten._softmax", False), ((2, 5, 6), "aten.relu", False),
+    ],
+)  # fmt: skip
+def test_what_a_model_returns_and_a_softmax_is_taken_of(shape: tuple[int, ...], op: str, is_logits: bool) -> None:
+    b = TraceBuilder()
+    b.phase(PhaseKind.EVALUATION)
+    begin = len(b.trace.events)
+    b.enter("", role=ModuleRole.ROOT)
+    b.enter("conv", role=ModuleRole.CHILD)
+    returned, other = b.new(2, 5, 6), b.new(2, 5, 6)
+    b.leave()
+    b.leave()
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, NONE, False, 0, (returned,)))
+    b.phase(PhaseKind.EVALUATION)
+    taken = b.new(*shape, op=op)
+    expected = LOGITS if is_logits else ACTIVATIONS
+    assert categories_of(b, returned, taken, other) == [expected, expected, ACTIVATIONS]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "category"),
+    [
+        ((4, 1000), "float32", LOGITS),
+        ((4, 999), "float32", INPUTS),
+        ((4, 1000), "int64", INPUTS),
+        ((1000,), "float32", INPUTS),
+    ],
+)
+def test_what_logits_are_collected_in(shape: tuple[int, ...], dtype: str, category: Category) -> None:
+    for kind in (PhaseKind.MODEL, PhaseKind.OTHER):
+        b = TraceBuilder(kind)
+        collected = b.new(*shape, dtype=dtype, op="aten.zeros")
+        b.phase(PhaseKind.FORWARD)
+        b.enter("", role=ModuleRole.ROOT)
+        b.enter("head", role=ModuleRole.HEAD)
+        b.new(4, 1000)
+        assert categories_of(b, collected) == [category]
+
+
 # -- before the first forward, and between steps -----------------------------------------------------------------------
 
 
@@ -325,6 +371,25 @@ def test_a_step_begins_with_its_forward() -> None:
     assert categories_of(b, batch) == [INPUTS]
 
 
+@pytest.mark.parametrize(
+    ("line", "op", "category"),
+    [("train.py:9 main", "aten.randn", INPUTS), ("train.py:8 main", "aten.randn", UNATTRIBUTED),
+     ("train.py:9 main", "aten.rand", UNATTRIBUTED), (None, "aten.randn", UNATTRIBUTED)],
+)  # fmt: skip
+def test_what_the_line_makes_that_makes_inputs(line: str | None, op: str, category: Category) -> None:
+    """A replay buffer, of which a model has been given some, and others not yet; all stay for several steps."""
+    b = TraceBuilder()
+    other = None
+    for step in (1, 2, 3):
+        b.phase(PhaseKind.FORWARD, step)
+        b.new(8)
+        b.phase(PhaseKind.OTHER, step)
+        if step == 1:
+            b.new(8, op="aten.randn", line="train.py:9 main", owner=(Role.INPUT, ""))
+            other = b.new(8, op=op, line=line)
+    assert categories_of(b, other) == [category]
+
+
 # -- copies of weights -------------------------------------------------------------------------------------------------
 
 WEIGHTS = [(2, 3), (4, 5), (6, 7), (8, 9)]
@@ -393,6 +458,23 @@ def test_where_and_how_copies_are_made() -> None:
     assert not copies(*WEIGHTS, line=None)
     assert not copies(*WEIGHTS, hidden=True)
     assert not copies(*WEIGHTS, freed=True)  # in the phase that made them
+
+
+@pytest.mark.parametrize(
+    ("after", "category"), [(PhaseKind.BACKWARD, GRADIENTS), (PhaseKind.OPTIMIZER_STEP, PARAMETERS)]
+)
+def test_copies_before_the_optimizers_step_are_of_gradients(after: PhaseKind, category: Category) -> None:
+    for has_gradients in (True, False):
+        b = TraceBuilder()
+        for number, shape in enumerate(WEIGHTS):
+            b.parameter(f"{number}.weight", *shape)
+        b.phase(PhaseKind.BACKWARD)
+        for number, shape in enumerate(WEIGHTS if has_gradients else ()):
+            b.new(*shape, owner=(Role.GRADIENT, f"{number}.weight"))
+        b.phase(after)
+        b.phase(PhaseKind.OTHER)
+        made = [b.new(*shape, op="aten.clone", line="train.py:9 main") for shape in WEIGHTS]
+        assert set(categories_of(b, *made)) == {category if has_gradients else PARAMETERS}
 
 
 def test_what_has_an_owner_is_no_copy() -> None:

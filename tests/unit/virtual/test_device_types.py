@@ -163,7 +163,7 @@ def test_a_mac_refuses_a_tensor_that_no_buffer_of_metal_holds():
     assert (report.verdict.fits, report.verdict.oom_message) == (False, "Invalid buffer size: 4.00 GiB")
     assert report.to_json()["verdict"]["max_buffer_bytes"] == 4 * GIB
     text = " ".join(str(report).split())
-    assert "Metal refuses a tensor of 4.00 GiB in code between stages: its buffers are below 4.00 GiB." in text
+    assert "Metal refuses a tensor of 4.00 GiB in code outside modules: its buffers are below 4.00 GiB." in text
     assert [found.id for found in report.findings if found.id in ("does-not-fit", "fragmentation")] == ["does-not-fit"]
     assert "Metal's buffers on Apple M1 (8 GB) are below 4.00 GiB" in report.findings[0].title
 

@@ -180,7 +180,7 @@ def test_layers_that_take_turns_are_averaged() -> None:
         b.leave()
     b.leave()
     b.phase(PhaseKind.BACKWARD, 1)
-    assert "layers 0-11 x12, 20.00 on average" in to_text(render(document(b)))
+    assert "layers 0-11, +20.00 on average" in to_text(render(document(b)))
 
 
 def test_the_peak_is_marked_where_it_was_reached() -> None:
@@ -216,7 +216,7 @@ def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
     b.leave()
     b.leave()
     marked = [line for line in to_text(render(document(b))).splitlines() if "<- peak" in line]
-    assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]
+    assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11,"]
 
 
 @pytest.mark.parametrize(("over", "text"), [(0, "fits"), (1, "does not fit")])

@@ -114,22 +114,26 @@ def test_a_ladder_has_columns_for_what_its_fixes_use() -> None:
 
 def test_ranks_and_gpus() -> None:
     ranks = tuple(
-        RankRow(i, None, (), "", i * MIB, "backward", 2, 2 * i * MIB, 3 * i * MIB, 0, i < 2, {}, i == 2, i == 1)
+        RankRow(
+            i, None, (), "", i * MIB, "backward", 2, 2 * i * MIB, 3 * i * MIB, 4 * i * MIB, i < 2, {}, i == 2, i == 1
+        )
         for i in range(3)
     )
     shown = rows(render_ranks(ranks, UNIT))
-    assert ["1", "<-", "shown", "in", "full", "1.00", "backward", "of", "step", "2", "2.00", "3.00", "fits"] in shown
-    assert ["2", "2.00", "backward", "of", "step", "2", "4.00", "6.00", "full"] in shown
+    assert ["1", "<-", "shown", "in", "full", "1.00", "backward", "of", "step", "2", "4.00", "fits"] in shown
+    assert ["2", "2.00", "backward", "of", "step", "2", "8.00", "full"] in shown
     equal = (ranks[0], dataclasses.replace(ranks[1], like=0), dataclasses.replace(ranks[2], like=0))
     assert "Ranks 0-2 are equal to the byte." in to_text(render_ranks(equal, UNIT), 160)
     gpus = tuple(
-        GpuRow(f"cuda:{i}", i != 1, GIB, 0, i * MIB, "forward", 2 * i * MIB, 3 * i * MIB, 0, True, i == 2, i == 0)
+        GpuRow(
+            f"cuda:{i}", i != 1, GIB, 0, i * MIB, "forward", 2 * i * MIB, 3 * i * MIB, 4 * i * MIB, True, i == 2, i == 0
+        )
         for i in range(3)
     )
     shown = rows(render_gpus(gpus, UNIT))
-    assert ["cuda:0", "<-", "shown", "in", "full", "1.00", "GiB", "0.00", "0.00", "0.00", "fits"] in shown
-    assert ["cuda:1", "1.00", "GiB", "1.00", "2.00", "3.00", "not", "used"] in shown
-    assert ["cuda:2", "1.00", "GiB", "2.00", "4.00", "6.00", "fits"] in shown
+    assert ["cuda:0", "<-", "shown", "in", "full", "1.00", "GiB", "0.00", "0.00", "fits"] in shown
+    assert ["cuda:1", "1.00", "GiB", "1.00", "4.00", "not", "used"] in shown
+    assert ["cuda:2", "1.00", "GiB", "2.00", "8.00", "fits"] in shown
 
 
 def test_a_search_for_the_largest() -> None:

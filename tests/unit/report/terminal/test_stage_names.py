@@ -17,10 +17,10 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layer 3", "layer 3"), ("zero_grad", "zero_grad"), ("own code", "code between modules"),
-        ("parameters", "setup"), ("output", "code after the model"), ("5 Sequential", "module 5 (Sequential)"),
+        ("layer 3", "layer 3"), ("zero_grad", "zero_grad"), ("own code", "code outside modules"),
+        ("parameters", "setup"), ("output", "code outside modules"), ("5 Sequential", "module 5 (Sequential)"),
         ("encoder.blocks ModuleList", "encoder.blocks (ModuleList)"),
-        ("evaluation own code", "evaluation code between modules"),
+        ("evaluation own code", "evaluation code outside modules"),
         ("evaluation 0 Linear", "evaluation module 0 (Linear)"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 
 import memprof
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import name_operator
+from memprof.report.terminal.cells import describe_tensor, name_operator
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
 from memprof.report.terminal.summary import format_summary
@@ -53,6 +53,14 @@ def test_what_differs_in_what_is_said_stays_apart() -> None:
 )  # fmt: skip
 def test_an_operator_is_named_as_programs_call_it(op: str, name: str) -> None:
     assert name_operator(op) == name
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [((7,), "uint8", "a buffer"), ((7, 2), "uint8", "[7x2] uint8"), ((7,), "int8", "[7] int8")],
+)
+def test_bytes_in_one_dimension_are_a_buffer(shape: tuple[int, ...], dtype: str, text: str) -> None:
+    assert describe_tensor(shape, dtype) == text
 
 
 @pytest.mark.parametrize(

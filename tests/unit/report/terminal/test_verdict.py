@@ -47,7 +47,7 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
 
 @pytest.mark.parametrize(
     ("ended", "need"),
-    [("refused", "The script ended there; it needs at least"), ("exit", "The whole run needs")],
+    [("refused", "Up to there the script needs"), ("exit", "The whole run needs")],
 )
 def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: str) -> None:
     b = TraceBuilder()
@@ -179,19 +179,20 @@ def test_what_failed_attempts_have_left_reserved_is_told_where_it_is_a_fifth(
 
 
 @pytest.mark.parametrize(
-    ("in_use_mib", "reserved_mib", "said"),
+    ("tried_mib", "in_use_mib", "reserved_mib", "said"),
     [
-        (60, 90, " and 30.00 MiB cached in pieces that are too small"),  # 60 + 40 of 100 would fit
-        (61, 90, ""),  # tensors alone are too many
-        (60, 60, ""),  # a limit of the program's own: nothing is cached
+        (40, 60, 90, " and 30.00 MiB cached in pieces too small for this allocation"),  # 60 + 40 of 100 would fit
+        (2, 60, 90, " and 30.00 MiB cached for tensors above 1 MiB"),  # a segment of the small pool
+        (40, 61, 90, ""),  # tensors alone are too many
+        (40, 60, 60, ""),  # a limit of the program's own: nothing is cached
     ],
 )
 def test_what_is_cached_is_told_where_tensors_leave_room(
-    document: Report, in_use_mib: int, reserved_mib: int, said: str
+    document: Report, tried_mib: int, in_use_mib: int, reserved_mib: int, said: str
 ) -> None:
     verdict = dataclasses.replace(
         document.verdict,
-        tried_to_allocate_bytes=40 * MIB,
+        tried_to_allocate_bytes=tried_mib * MIB,
         in_use_bytes=in_use_mib * MIB,
         reserved_bytes=reserved_mib * MIB,
     )

@@ -50,12 +50,12 @@ def test_a_run_that_fits_by_the_rule_may_not(most_mib: int, is_certain: bool) ->
     assert found.verdict.fits
     text = " ".join(to_text(render(found, quiet=True)).split())
     assert text.startswith("Fits: needs" if is_certain else "Fits by an estimate: needs")
-    rest = "; it may not fit, if cuDNN takes more for convolutions: tensors take up to 65.00 MiB then."
+    rest = "; it may not fit: if cuDNN takes the most for convolutions, it needs at least 65.00 MiB."
     assert text.endswith(rest) is not is_certain
     retried = dataclasses.replace(found, verdict=dataclasses.replace(found.verdict, retries=1))
     text = " ".join(to_text(render(retried, quiet=True)).split())
     assert text.startswith("Fits, with allocator retries: ")
-    assert ("; it may not fit, if cuDNN takes more for convolutions: " in text) is not is_certain
+    assert ("; it may not fit: if cuDNN takes the most for convolutions, " in text) is not is_certain
 
 
 def test_nothing_is_said_of_another_gpu() -> None:
