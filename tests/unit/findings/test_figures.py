@@ -23,7 +23,8 @@ from memprof.findings import (
 from memprof.trace.events import CompiledSavedTensors, GraphBreak, ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import all_figures
-from tests.unit.findings.test_rules import TestAttentionScores, training
+from tests.unit.findings.language_models import training
+from tests.unit.findings.test_attention_scores import TestAttentionScores
 from tests.unit.traces import TraceBuilder
 
 MILLION = MIB // 4  # elements of float32 in a MiB
