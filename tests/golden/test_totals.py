@@ -60,7 +60,8 @@ AT_NIGHT = {"profile-does-not-fit", "profile-ladder", "profile-lora"}
 def test_answer(name: str, tmp_path: Path) -> None:
     shutil.copy(PROGRAM, tmp_path)
     for command in COMMANDS[name]:
-        done = python("-m", "memprof", *command.split(), "--json", folder=tmp_path)
+        first, *more = command.split()
+        done = python("-m", "memprof", first, "--json", *more, folder=tmp_path)
     values = checked(json.loads(done.stdout))
     document = KINDS.get(values["command"], Report).from_json(values)
     assert document.to_json() == values and type(document).from_json(values) == document

@@ -363,7 +363,6 @@ def test_temporaries_of_the_step_and_the_stage_that_comes_next(is_by_hand: bool)
     ]
     assert all_figures(finding)[:4] == figures
     assert finding.evidence[2].num_bytes == 220 * MIB
-    assert finding.fixes[0] == "fused-optimizer" and list_fix_names(finding.suggestions) == finding.fixes
     assert [line.source for line in finding.evidence[3:]] == ["adam.py:4 step"] * is_by_hand
 
 

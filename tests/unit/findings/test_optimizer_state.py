@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Severity
+from memprof.findings.suggestions import list_fix_names
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.language_models import of, training
@@ -24,6 +25,12 @@ class TestOptimizer:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_silent_on_state_like_the_parameters(self, dtype: str) -> None:
         assert not of(self.stepped(dtype, dtype).context(), "float32-optimizer-state")
+
+    def test_temporaries_may_be_fused_away(self) -> None:
+        b = self.stepped("bfloat16", "bfloat16")
+        b.free(*[b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)])
+        (finding,) = of(b.context(), "optimizer-step-temporaries")
+        assert finding.fixes[0] == "fused-optimizer" and list_fix_names(finding.suggestions) == finding.fixes
 
     @pytest.mark.parametrize(("fewer_mib", "decides"), [(0, False), (2, True), (128, True), (150, False)])
     def test_temporaries_are_the_cause_if_the_run_fits_without(self, fewer_mib: int, decides: bool) -> None:

@@ -45,10 +45,11 @@ def test_a_document_is_its_text(monkeypatch, capsys, report, where):
     "make", [lambda: test_report.document(2 << 30), test_analysis.document, test_comparison.document]
 )
 def test_documents_come_back(tmp_path, make):
-    document = make()
+    make().save(tmp_path / "document.json")
+    document = memprof.load(tmp_path / "document.json")
     document.save(tmp_path / "document.json")
     again = memprof.load(str(tmp_path / "document.json"))
-    assert (type(again), again) == (type(document), document)
+    assert (type(again), again) == (type(make()), document)
     document.save(tmp_path / "document.json")  # it is ours to replace
     (tmp_path / "notes.json").write_text("{}")
     with pytest.raises(memprof.UsageError, match="not a"):
