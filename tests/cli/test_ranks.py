@@ -125,9 +125,11 @@ NOTHING = "no verdict: nothing was put on the GPU"
         (("--ranks", "9", *LAUNCHED, "train"), "there is no such rank\n  value: --ranks 9 of 4", 2),
         (("--ranks", "0,1", "--rank", "3", *LAUNCHED, "train"), "no such rank is run", 2),
         ((PROGRAM, "train"), "the program has one process", 2),
-        ((*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1),
+        pytest.param(
+            (*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1, marks=pytest.mark.nightly
+        ),
         (("--ladder", *LAUNCHED, "train"), "a ladder and a search run one rank", 2),
-        ((*LAUNCHED, "gloo"), NOTHING, 1),
+        pytest.param((*LAUNCHED, "gloo"), NOTHING, 1, marks=pytest.mark.nightly),
         pytest.param((*LAUNCHED, "mpi"), NOTHING, 1, marks=pytest.mark.nightly),
     ],
 )

@@ -40,18 +40,14 @@ def run(archive: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+COMMANDS = (
+    "estimate --params 7B", "show {report} --explain", f"doctor {ROOT / 'docs' / 'doctor_example.log'}", "recipes ls",
+    "models", "gpus", "help", "help findings",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        "estimate --params 7B",
-        "show {report} --explain",
-        f"doctor {ROOT / 'docs' / 'doctor_example.log'}",
-        "recipes ls",
-        "models",
-        "gpus",
-        "help",
-        "help findings",
-    ],
+    "command", by_day(COMMANDS, "estimate --params 7B", "show {report} --explain", "help findings")
 )
 def test_it_says_the_same(memprof, archive, tmp_path, command) -> None:
     document(2 << 30).save(tmp_path / "report.json")
