@@ -114,7 +114,6 @@ def test_a_report_of_run_is_kept_to(run, name, tmp_path):
             "--model-size 1M --gpu-vram 0.7 --adapter lora --context-length 256",
             "--gpu-vram 0.6 --context-length 64",
         ],
-        "--model-size 1M --gpu-vram 0.7 --mode inference --context-length 512",
     ),
 )
 def test_a_recommendation_is_kept_to(run, asked):
