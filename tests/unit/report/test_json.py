@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,12 +16,14 @@ from memprof.report.documents.recommendation import Configuration, LargestFit, L
 from memprof.report.documents.report import Report
 from memprof.report.documents.verification import Deviation, FixPeak, OptimizerRow, Precision, Verification
 from memprof.spec import TargetSpec
+from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
 from memprof.trace.json_values import JsonValue, from_plain, to_plain
 from tests.golden import test_analysis, test_comparison, test_report, test_vocabulary
 from tests.lanes import examples
 from tests.schemas import checked
 from tests.unit.report.runs import traces
+from tests.unit.traces import TraceBuilder
 
 
 def does_not_fit() -> Report:
@@ -131,3 +134,22 @@ def test_a_rank_ends_in_a_way_that_there_is() -> None:
     assert from_plain(RankRow, to_plain(row)) == row
     with pytest.raises(ValueError, match="a rank does not end by 'sideways'"):
         from_plain(RankRow, to_plain(row) | {"ended": "sideways"})
+
+
+def test_what_a_run_has_none_of_is_left_out() -> None:
+    report = does_not_fit()
+    values = report.to_json()
+    assert not values.keys() & {"gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "engine"}
+    assert "nccl_group_bytes" not in values["bridge"]
+    of_a_rank = replace(report, bridge=replace(report.bridge, nccl_group_bytes=5))
+    assert of_a_rank.to_json()["bridge"]["nccl_group_bytes"] == 5
+
+
+@pytest.mark.parametrize(("limit", "over"), [(None, 0), (5000, 0), (4999, 1)])
+def test_host_memory_that_is_short(limit: int | None, over: int) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(512)
+    b.alloc(5000, device="cpu")
+    b.trace.facts = Facts(command="profile", device=DeviceFacts("GPU", 1 << 33, host_memory_bytes=limit))
+    verdict = analyze(b.trace).verdict
+    assert (verdict.host_over_bytes, verdict.fits) == (over, not over)
