@@ -21,6 +21,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+@pytest.mark.nightly
 def test_the_same_question_has_the_same_answer_from_the_cache(memprof, folder, tmp_path):
     memprof(*SMALL, "--no-cache")  # libraries set variables of their own when they are imported
     first, second = memprof(*SMALL), memprof(*SMALL)

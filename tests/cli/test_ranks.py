@@ -56,6 +56,7 @@ def test_what_is_known_is_really_exchanged(tmp_path):
     assert json.loads(shown.stdout)["ranks"] == [row | {"shown": row["rank"] == 1} for row in rows]
 
 
+@pytest.mark.nightly
 def test_stages_of_a_pipeline_tell_each_other_their_shapes():
     done = run("--json", *LAUNCHED, "pipeline")
     assert done.exit_code == 0, done.stderr

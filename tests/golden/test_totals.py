@@ -52,8 +52,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "estimate": ("estimate --model llama-3.1-8b --context-length 4096",),
 }
-# A run that dies is in test_report.py as well; the others are `profile` with one option more.
-AT_NIGHT = {"profile-does-not-fit", "profile-ladder", "profile-lora"}
+# A run that dies is in test_report.py as well, a comparison in cli/; the others are `profile` with one option more.
+AT_NIGHT = {"compare", "profile-does-not-fit", "profile-ladder", "profile-lora"}
 
 
 @pytest.mark.parametrize("name", by_day(COMMANDS, *(name for name in COMMANDS if name not in AT_NIGHT)))
