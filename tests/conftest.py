@@ -45,7 +45,7 @@ _NO_SHARED = "no shared data"
 _CHECK = ("unit", "golden", "cli/test_errors.py", "cli/test_estimate.py")
 # ... but for these, and for single tests with the marker `slow`.
 _NOT_IN_CHECK = (
-    "golden/test_unchanged.py",
+    "golden/test_totals.py",
     "unit/findings/test_evaluation.py",
     "unit/findings/test_leaks.py",
     "unit/findings/test_parallel.py",
@@ -87,7 +87,7 @@ _SLOWEST = (
     "cli/test_shown_commands.py",
     "cli/test_run",
     "recipes/",
-    "golden/test_unchanged.py",
+    "golden/test_totals.py",
     "programs/",
     "patches/",
     "planted/",

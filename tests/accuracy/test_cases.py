@@ -9,7 +9,6 @@ import pytest
 
 from memprof.flows import profile as flow
 from memprof.report.documents.report import Report
-from memprof.spec import Mode
 from memprof.trace.events import Trace
 from tests.accuracy.cases import CASES
 from tests.lanes import by_day
@@ -69,50 +68,6 @@ def test_adamw_keeps_twice_the_parameters(name: str, parameters: int) -> None:
     assert parameters * item <= found.category("parameters") < parameters * item * 1.01
 
 
-def after_the_layers(name: str) -> int:
-    """What is allocated when the last layer of the first forward is done."""
-    return next(stage.allocated_bytes for stage in ran(name).document.stages if stage.name == "layer 15")
-
-
-@pytest.mark.nightly
-def test_checkpointing_keeps_less_and_eager_attention_more() -> None:
-    """A case with checkpoints has twice the sequences of the one without, and still keeps less of each."""
-    for attention in ("sdpa", "eager"):
-        assert after_the_layers(f"llama-1b-{attention}-checkpointing") < after_the_layers(f"llama-1b-{attention}")
-    # 16 layers keep at least a softmax of 32 heads in bfloat16 each.
-    scores = 32 * 1024 * 1024 * 2
-    assert after_the_layers("llama-1b-eager") - after_the_layers("llama-1b-sdpa") >= 16 * scores
-
-
-def test_optimizer_implementations_keep_the_same_state_and_differ_in_temporaries() -> None:
-    stages = {
-        name: next(s for s in ran(name).document.stages if s.name == "optimizer step")
-        for name in ("gpt2-float32", "gpt2-adamw-fused", "gpt2-adamw-single")
-    }
-    risen = {name: stage.peak_allocated_bytes - ran(name).category("parameters") * 4 for name, stage in stages.items()}
-    # foreach makes one temporary as large as all parameters; the loop, as large as the embedding; fused, none.
-    assert risen["gpt2-float32"] > risen["gpt2-adamw-single"] > risen["gpt2-adamw-fused"]
-    difference = risen["gpt2-float32"] - risen["gpt2-adamw-fused"]
-    assert difference == pytest.approx(124_439_808 * 4, rel=0.02)
-
-
-def test_autocast_makes_half_precision_copies_of_float32_weights() -> None:
-    for name, dtype in (("gpt2-amp-bfloat16", "bfloat16"), ("gpt2-amp-float16", "float16")):
-        found = ran(name)
-        assert found.category("parameters") == ran("gpt2-float32").category("parameters")
-        # The embedding that is the head as well is the largest of the copies.
-        assert any(
-            storage.num_bytes == 50_257 * 768 * 2 and storage.dtype == dtype for storage in found.trace.storages
-        ), name
-
-
-def test_accumulation_adds_up_in_the_first_gradients() -> None:
-    """Four batches of one keep the activations of one, not of four."""
-    one, four = ran("gpt2-accumulation"), ran("gpt2-float32")
-    assert one.category("optimizer state") == four.category("optimizer state")
-    assert one.peak < four.peak
-
-
 def test_the_chunked_loss_never_holds_the_logits() -> None:
     logits = 1024 * VOCABULARY * 2
     assert any(storage.num_bytes == logits for storage in ran("llama-1b-sdpa").trace.storages)
@@ -120,18 +75,3 @@ def test_the_chunked_loss_never_holds_the_logits() -> None:
     assert chunked.document.target.num_parameters == LLAMA_PARAMETERS
     # In float32 they would be as large as the head itself, which is there.
     assert not any(storage.num_bytes == logits for storage in chunked.trace.storages)
-
-
-def test_lora_trains_the_adapters_alone() -> None:
-    """Rank 16 on queries and values (PEFT's choice for Llama): 16 layers x 16 x (2,048 + 2,048 + 2,048 + 512)."""
-    trained = ran("llama-1b-lora").document.target.num_trainable_parameters
-    assert trained == 16 * 16 * (2048 + 2048 + 2048 + 512)
-
-
-def test_generation_holds_the_key_value_cache() -> None:
-    """28 layers x 8 heads x 128 x keys and values x 2 bytes for each token: 512 of the prompt, up to 32 new ones."""
-    spec = CASES["qwen3-0.6b-generation"]
-    assert spec.mode is Mode.INFERENCE
-    per_token = 28 * 8 * 128 * 2 * 2
-    cache = ran("qwen3-0.6b-generation").category("KV cache")
-    assert per_token * 512 <= cache <= per_token * (512 + 32) * 1.05

@@ -89,8 +89,9 @@ LENGTHS = (256, 1024, 4096, 8192, 16384)
 
 @pytest.mark.parametrize(
     ("widths", "lengths"),
-    [((16,), (1024, 4096)), pytest.param((16, 32, 64, 128), LENGTHS, marks=pytest.mark.nightly)],
+    [((16,), (1024, 4096)), ((16, 32, 64, 128), LENGTHS)],
 )
+@pytest.mark.nightly
 def test_attention_compiled_anew_for_widths_and_lengths(widths: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         compiled = torch.compile(attention)

@@ -6,12 +6,9 @@ The whole sweep is `python -m tests.benchmarks.accuracy`; here are one or two ro
 from __future__ import annotations
 
 import collections
-import importlib
-import json
 import re
 import statistics
-import sys
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +16,12 @@ import pytest
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows import profile as flow
 from tests.accuracy import liger_kernels
-from tests.accuracy.published import generic, libraries, report, sources
+from tests.accuracy.published import generic, report
 from tests.accuracy.published.libraries import TRITON, folder
 from tests.accuracy.published.prediction import Outcome, Prediction
-from tests.accuracy.published.rows import COLUMNS, Row, TableError, read_rows
+from tests.accuracy.published.rows import COLUMNS, Row, read_rows
 from tests.accuracy.published.sources import OTHER, outcome, source_of
-from tests.benchmarks.accuracy import BEGIN, END, PAGE, sweep, with_tables
+from tests.benchmarks.accuracy import BEGIN, END, PAGE, sweep
 
 GIB = 2**30
 
@@ -50,17 +47,6 @@ def test_every_row_has_a_source_of_its_own(rows: list[Row]) -> None:
     assert len({source_of(row).name for row in rows}) == 12
 
 
-def test_what_cannot_be_read_is_said_with_its_line(tmp_path: Path) -> None:
-    table = tmp_path / "table.csv"
-    table.write_text("source,model,metric,value\nmine,gpt2,max_memory_allocated,1\n")
-    with pytest.raises(TableError, match="no column unit"):
-        read_rows(table)
-    for cells, said in (("none,GiB", "line 2: 'none' is no size"), ("-1,GiB", "no size"), ("1,gallons", "no unit")):
-        table.write_text(f"source,model,metric,value,unit\nmine,gpt2,max_memory_allocated,{cells}\n")
-        with pytest.raises(TableError, match=said):
-            read_rows(table)
-
-
 # -- outcomes and their tables -----------------------------------------------------------------------------------------
 
 
@@ -77,39 +63,6 @@ def test_an_error_is_signed_and_rounding_is_none() -> None:
     # A source that means GiB by "GB", and one that rounded otherwise.
     assert Outcome(replace(published, unit="GB"), Prediction(10 * GIB, unit_bytes=GIB)).error == 0
     assert Outcome(published, Prediction(round(10.4 * GIB), rounding=0.5)).error == 0
-
-
-def test_the_tables_have_every_row_once() -> None:
-    outcomes = [
-        Outcome(row(value="10.0"), Prediction(10 * GIB, code="them/code at 12345678"), kind="one"),
-        Outcome(row(value="10.0", model="gpt2-large"), Prediction(9 * GIB), kind="one"),
-        Outcome(
-            row(value="10.0", model="gpt2-xl"),
-            Prediction(12 * GIB, explanation="2 GiB of x", differs="compiled there"),
-            kind="one",
-        ),
-        Outcome(replace(row(), line=7), Prediction(reason="lengths are not published"), kind="two"),
-        Outcome(replace(row(), line=8), Prediction(reason="lengths are not published"), kind="two"),
-    ]
-    text = report.tables(outcomes)
-    assert "5 published figures from 2 sources; 3 of them, from 1 sources, are predicted, and 2 are listed" in text
-    assert "| one | 3 | 3 | 1 | 0 | 10.00% | 33% | 33% | +20.00% | 33% |" in text
-    assert "| two | 2 | 0 | - | - | - | - | - | - | - |" in text
-    assert "| **code and versions match** | 2 | 2 | 1 | -5.00% | 5.00% | 50% | 50% | -10.00% | 50% |" in text
-    assert "| compiled there | 1 | 2 | +20.00% | +20.00% |" in text
-    assert "The source's own code, them/code at 12345678: lines 2 of the table." in text
-    misses, _, rest = text.partition("### Every predicted row")
-    assert f"| one: gpt2-large fp32 2 128 | 10.0 GiB | 9.0 | -10.00% | {-GIB:+,} | unexplained |" in misses
-    assert f"| one: gpt2-xl fp32 2 128 | 10.0 GiB | 12.0 | +20.00% | {2 * GIB:+,} | 2 GiB of x |" in misses
-    assert "| two | 2 | 7-8 | lengths are not published |" in rest
-
-
-def test_a_run_that_raises_is_a_reason_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def predict(row: Row) -> Prediction:
-        raise RuntimeError("no such operator")
-
-    monkeypatch.setattr(sources, "OTHER", replace(OTHER, predict=predict))
-    assert outcome(row()).prediction.reason == "the run failed: RuntimeError: no such operator"
 
 
 def test_the_page_shows_a_sweep_of_the_whole_table(rows: list[Row]) -> None:
@@ -130,12 +83,6 @@ def test_the_page_shows_a_sweep_of_the_whole_table(rows: list[Row]) -> None:
             first, _, last = part.partition("-")
             listed += int(last or first) - int(first) + 1
     assert listed == total - predicted
-
-
-def test_tables_go_between_the_marks() -> None:
-    assert with_tables(f"a\n{BEGIN}\nold\n{END}\nb", "new\n") == f"a\n{BEGIN}\nnew\n{END}\nb"
-    with pytest.raises(ValueError, match="has no"):
-        with_tables("a page without marks", "new")
 
 
 # -- rows of other tables ----------------------------------------------------------------------------------------------
@@ -263,44 +210,3 @@ def test_the_published_kernels_themselves(rows: list[Row], model: str) -> None:
             pytest.skip(f"liger-kernel {release} or Triton is not in .cache/accuracy: the sweep fetches them")
     # In a process of its own: torch asks whether Triton is there, and remembers.
     assert [done.error for done in sweep(own[:2], 1)] == [0.0, 0.0]
-
-
-def test_own_code_is_imported_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "CACHE", tmp_path)
-    own = libraries.Checkout("them/theirs", "0123456789abcdef")
-    with pytest.raises(libraries.MissingLibraryError, match="theirs-01234567/src is not in"), own.imported("src"):
-        pass
-    (own.folder / "src").mkdir(parents=True)
-    (own.folder / "src" / "colorsys.py").write_text("theirs = True")
-    import colorsys
-
-    with own.imported("src"):
-        assert importlib.import_module("colorsys").theirs
-    assert importlib.import_module("colorsys") is colorsys
-    assert str(own.folder / "src") not in sys.path
-
-
-def test_what_git_cannot_get_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "CACHE", tmp_path)
-    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
-    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.{tmp_path}/nowhere/.insteadOf")
-    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
-    own = libraries.Checkout("them/theirs", "0123456789abcdef")
-    with pytest.raises(libraries.MissingLibraryError, match="them/theirs at 01234567: git says"):
-        own.fetch()
-    assert not own.folder.exists()
-
-
-def test_a_sweep_goes_on_from_what_was_kept(tmp_path: Path) -> None:
-    asked = row(value="10.0")
-    keep = tmp_path / "kept.jsonl"
-    keep.write_text(json.dumps([astuple(asked), vars(Prediction(9 * GIB, differs="compiled there"))]) + "\n")
-    (done,) = sweep([asked], 1, keep)
-    assert (done.kind, done.prediction) == ("other", Prediction(9 * GIB, differs="compiled there"))
-
-
-def test_a_package_that_is_not_there_is_the_reason(rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "CACHE", Path("/nowhere/accuracy"))
-    for source, method in (("Liger-Kernel", "liger"), ("ml-cross-entropy", "cce")):
-        own = next(row for row in rows if source in row.source and row.method == method)
-        assert "and Triton" in outcome(own).prediction.reason

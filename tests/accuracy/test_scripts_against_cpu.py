@@ -29,7 +29,7 @@ def _matching(name: str, folder: Path) -> Matching:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_day(SCRIPTS, "generate", "mistakes"))
+@pytest.mark.parametrize("name", by_day(SCRIPTS, "generate"))
 def test_scripts(tmp_path, name):
     found = _matching(name, tmp_path)
     assert found.virtual > 500, "nothing ran"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import importlib.metadata
 import json
 import pickle
-import subprocess
 import textwrap
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from memprof.flows import profile as flow
 from memprof.flows.account import analyze
 from memprof.measured import MeasuredDevice, cuda
 from memprof.spec import TargetSpec
-from memprof.trace.events import CPU, GPU
+from memprof.trace.events import CPU
 from memprof.trace.io import load_trace
 from memprof.trace.snapshot_file import parse_snapshot
 from tests.accuracy.cases import CASES
@@ -129,145 +126,6 @@ def test_a_case_that_fails_is_skipped_with_the_reason(
     reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert capsys.readouterr().err == f"full: {reason}\n"
     assert compare.table(tmp_path / "out", gpu).endswith(f"* full was not recorded: {reason}")
-
-
-def test_a_capture_that_disagrees_with_the_counters_is_kept_and_said_to_be_incomplete(
-    gpu: dict[str, TargetSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Disagrees(OnCpu):
-        def __exit__(self, *exc: object) -> None:
-            super().__exit__(*exc)
-            self.error = RuntimeError("the history has 12 bytes less\nthan torch's counters")
-
-    monkeypatch.setattr(record, "MeasuredDevice", Disagrees)
-    folder = tmp_path / "out"
-    assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
-    table = compare.table(folder, gpu)
-    assert table.endswith("* small was not recorded completely: the history has 12 bytes less than torch's counters")
-    assert "| small | 5.0 |" in table
-
-
-@pytest.fixture
-def recorder(gpu: dict[str, TargetSpec], monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """In place of the processes that record: each takes its `seconds` of a clock, and what was allowed is kept."""
-    made = types.SimpleNamespace(now=0.0, seconds=30.0, limits=[], names=[])
-
-    def run(arguments: list[str], timeout: float, **options: Any) -> Any:
-        name, folder = (arguments[arguments.index(option) + 1] for option in ("--case", "--out"))
-        made.limits.append(timeout)
-        made.names.append(name)
-        made.now += min(made.seconds, timeout)
-        if made.seconds > timeout:
-            raise subprocess.TimeoutExpired(arguments, timeout)
-        index = record.read_index(Path(folder))
-        index["cases"][name] = {"seconds": made.seconds}
-        record.write_index(Path(folder), index)
-        return types.SimpleNamespace(returncode=0, stderr="")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(command, "CASES", dict.fromkeys(("first", "second", "third")))
-    return made
-
-
-def test_all_cases_are_recorded_in_order_where_there_is_time(recorder: types.SimpleNamespace, tmp_path: Path) -> None:
-    assert command.record_all(tmp_path, 10_000, lambda: recorder.now) == (3, [])
-    assert recorder.names == ["first", "second", "third"]
-    assert recorder.limits == [600, 600, 600]
-
-
-def test_a_case_begins_with_the_least_time_and_not_with_less(recorder: types.SimpleNamespace, tmp_path: Path) -> None:
-    recorder.seconds = 20
-    assert command.record_all(tmp_path, 60, lambda: recorder.now) == (3, [])
-    recorder.now = 0.0
-    assert command.record_all(tmp_path, 59.9, lambda: recorder.now) == (2, ["third"])
-    assert recorder.limits == pytest.approx([60, 40, 20, 59.9, 39.9])
-
-
-def test_what_the_budget_ends_is_left_out_and_no_failed_case(recorder: types.SimpleNamespace, tmp_path: Path) -> None:
-    recorder.seconds = 40
-    assert command.record_all(tmp_path, 70, lambda: recorder.now) == (1, ["second", "third"])
-    assert record.read_index(tmp_path)["cases"] == {"first": {"seconds": 40}}
-
-
-def test_a_case_that_is_too_slow_by_itself_is_skipped(recorder: types.SimpleNamespace, tmp_path: Path) -> None:
-    recorder.seconds = 601
-    assert command.record_all(tmp_path, 10_000, lambda: recorder.now) == (0, [])
-    assert record.read_index(tmp_path)["cases"]["third"] == {"skipped": "it ran longer than 600 s"}
-
-
-def test_what_was_left_out_is_listed(
-    recorder: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--out", str(tmp_path), "--seconds", "19", "--quiet"]) == 1
-    assert capsys.readouterr().out == "left out, for 19 s are not enough: first, second, third\n"
-
-
-def test_a_difference_from_another_release_is_not_called_an_error(gpu: dict[str, TargetSpec], tmp_path: Path) -> None:
-    folder = tmp_path / "stand-in"
-    assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
-    index = record.read_index(folder)
-    assert compare.other_releases(index) == []
-    same = compare.table(folder, gpu)
-    assert "Recorded with" not in same and "worst" in same
-    here = torch.__version__.partition("+")[0]
-    record.write_index(folder, {**index, "torch": "2.11.0+cu130"})
-    other = compare.table(folder, gpu)
-    assert f"Recorded with torch 2.11.0, and here {here}: where the simulation differs, the releases may be" in other
-    line = next(text for text in other.splitlines() if text.startswith("| small |"))
-    assert line.count("| other release |") == 2 and "%" not in line
-    assert "1 cases; allocated: 0 are equal; reserved: 0 are equal; the streams of" in other and "worst" not in other
-
-
-def test_what_is_equal_under_another_release_is_said_to_be(gpu: dict[str, TargetSpec], tmp_path: Path) -> None:
-    folder = tmp_path / "stand-in"
-    assert command.main(["--case", "small", "--out", str(folder), "--quiet"]) == 0
-    index = record.read_index(folder)
-    done = compare.compare(folder, "small", gpu["small"], index)
-    index["cases"]["small"] |= {"allocated": done.allocated[1], "reserved": done.reserved[1]}
-    record.write_index(folder, {**index, "transformers": "5.17.0"})
-    other = compare.table(folder, gpu)
-    here = importlib.metadata.version("transformers")
-    assert f"Recorded with transformers 5.17.0, and here {here}:" in other
-    assert "1 cases; allocated: 1 are equal; reserved: 1 are equal;" in other
-
-
-def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert command.main([]) == command.main(["--case", "gpt2-float32"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert [line.partition(":")[0] for line in said.err.splitlines()] == [
-        "truth captures are recorded on a CUDA GPU"
-    ] * 2
-
-
-def test_an_unknown_case_is_refused(gpu: dict[str, TargetSpec], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--case", "none"]) == 2
-    assert capsys.readouterr().err == "no such case: none; there are small, full\n"
-
-
-def test_where_nothing_was_recorded_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--compare", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"nothing was recorded in {tmp_path}\n"
-
-
-def test_streams_are_compared_in_bytes_and_order(gpu: dict[str, TargetSpec]) -> None:
-    trace, _ = flow.profile(gpu["small"])
-    count = len(compare.allocations(trace))
-    assert compare.streams(trace, trace) == f"equal, {count:,}"
-    on_gpu = (n for n, one in enumerate(trace.storages) if one.device == GPU and one.num_bytes == 64 * 256 * 4)
-    number = next(on_gpu)
-    changed = list(trace.storages)
-    changed[number] = changed[number]._replace(num_bytes=12)
-    said = compare.streams(replace(trace, storages=changed), trace)
-    assert said.startswith(f"{count - 1:,} of {count:,} measured are among {count:,} simulated; the first difference")
-    assert "12 `" in said and "65,536 `" in said
-
-
-def test_a_folder_is_named_by_gpu_and_torch() -> None:
-    assert command.folder_name("NVIDIA H200", "2.8.0+cu128") == "h200-2.8.0"
-    assert command.folder_name("NVIDIA GeForce RTX 4090", "2.13.0") == "rtx-4090-2.13.0"
 
 
 def test_the_page_says_what_was_recorded(tmp_path: Path) -> None:

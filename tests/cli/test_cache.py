@@ -3,11 +3,11 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from memprof.flows.cache import results
+from tests.golden.test_report import document
 from tests.processes import ROOT
 from tests.unit.test_architecture import _modules
 
@@ -21,6 +21,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+@pytest.mark.nightly
 def test_the_same_question_has_the_same_answer_from_the_cache(memprof, folder, tmp_path):
     memprof(*SMALL, "--no-cache")  # libraries set variables of their own when they are imported
     first, second = memprof(*SMALL), memprof(*SMALL)
@@ -101,7 +102,8 @@ except SystemExit as done:
 
 
 def test_a_kept_answer_needs_no_torch(folder, tmp_path, monkeypatch):
-    report = Path(ROOT) / "tests/golden/unchanged/profile.json"
+    report = tmp_path / "report.json"
+    document(8 << 30).save(report)
     modules = _modules(FOUND.format(report=str(report)))
     assert "memprof.report.terminal.brief" in modules
     assert not {"torch", "transformers", "numpy", "pandas", "memprof.findings.rules", "memprof.flows.profile"} & modules

@@ -24,7 +24,7 @@ from memprof.run_spec import SETTINGS_VARIABLE, RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec, get_options
 from memprof.units import parse_gib
-from tests.cli.test_next import saved
+from tests.unit.report.terminal.test_next_step import profiled, ran
 
 # Of options that take a text, or are best not given any of their choices.
 WORDS = {
@@ -103,10 +103,9 @@ def asked(memprof, script, monkeypatch) -> Callable[[Sequence[str]], Any]:
 
 
 @pytest.mark.parametrize("spec", RUNS)
-def test_what_is_printed_after_a_script_has_all_its_options(asked, spec, tmp_path):
-    run = saved("run", tmp_path)
-    program = dataclasses.replace(run.program, asked=spec, command=SCRIPT, misses_evaluation=False)
-    run = dataclasses.replace(run, program=program)
+def test_what_is_printed_after_a_script_has_all_its_options(asked, spec):
+    run = ran(steps=3)
+    run = dataclasses.replace(run, program=dataclasses.replace(run.program, asked=spec, command=SCRIPT))
     verdict = run.verdict
     cases = {
         "later": (run, {"steps": 20}),
@@ -168,8 +167,8 @@ def test_rows_of_a_target_have_all_options(asked, spec, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", [one for one in TARGETS if one.id not in ("device", "parallel", "gpus", "lengths")])
-def test_what_is_printed_after_a_target_has_all_its_options(asked, spec, tmp_path):
-    document = saved("profile", tmp_path)
+def test_what_is_printed_after_a_target_has_all_its_options(asked, spec):
+    document = profiled()
     document = dataclasses.replace(document, target=dataclasses.replace(document.target, asked=spec))
     full = dataclasses.replace(document, verdict=dataclasses.replace(document.verdict, fits=False))
     for one in (document, full):
@@ -183,9 +182,9 @@ def test_what_is_printed_after_a_target_has_all_its_options(asked, spec, tmp_pat
 
 
 @pytest.mark.parametrize("spec", [TargetSpec(model="gpt2", zero_grad="zero"), RunSpec(worst_batch=True)])
-def test_both_sides_of_a_limit_have_all_options(spec, monkeypatch, tmp_path):
+def test_both_sides_of_a_limit_have_all_options(spec, monkeypatch):
     """Of what does not fit the whole need is claimed, which a script shows past a full GPU alone."""
-    document = saved("profile", tmp_path)
+    document = profiled()
 
     def run(*of_a_run: Any) -> Any:
         number = int(of_a_run[0].arguments[0]) if isinstance(spec, RunSpec) else of_a_run[0].batch_size

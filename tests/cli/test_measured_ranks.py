@@ -33,6 +33,7 @@ def run(*options: str | Path, program: str = "fsdp2", backend: str = "gloo") -> 
     return python("-m", "memprof", "run", *options, *launcher, PROGRAMS / "parallel.py", program, env=environment)
 
 
+@pytest.mark.nightly
 def test_each_rank_is_measured_and_they_stop_together(tmp_path):
     done = run("--device", "cpu", "--steps", "2", "--json", "--save", tmp_path / "measured.memprof", program="pipeline")
     assert done.exit_code == 0, done.stderr

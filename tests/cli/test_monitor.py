@@ -18,6 +18,7 @@ from memprof.monitor.sample import MonitorSample, Peaks
 from memprof.report.terminal.monitor import FooterView, make_view
 from memprof.report.terminal.monitor_text import SampleHistory, draw_sparkline
 from tests.cli.terminal import Terminal
+from tests.lanes import by_day
 from tests.unit.monitor.command import MIB, environment, make_torch
 from tests.unit.monitor.command import memprof as command_line
 from tests.unit.monitor.command import run as run_monitor
@@ -287,7 +288,9 @@ def test_a_command_that_ends_before_it_is_watched(monkeypatch):
     assert outcome.elapsed < 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", by_day([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], signal.SIGTERM, signal.SIGINT)
+)
 def test_a_signal_to_memprof_reaches_the_command(script, number):
     code = f"""
 import signal, sys, time

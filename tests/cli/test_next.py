@@ -1,19 +1,9 @@
-"""The command to try next, which every report ends with: it runs, and shows what was said."""
+"""The command to try next, which every report ends with (unit/report/terminal/test_next_step.py has which) runs."""
 
-import dataclasses
-import json
 import re
 import shlex
 
 import pytest
-
-from memprof.flows.saved_files import load_json
-from memprof.report.terminal.console import to_text
-from memprof.report.terminal.next_step import choose_next_step
-from memprof.report.terminal.report import render
-from memprof.spec import TargetSpec
-from tests.docs.test_docs import _check
-from tests.golden.commands import KEPT
 
 SCRIPT = """
 import torch
@@ -24,59 +14,6 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
-
-
-def saved(name, tmp_path, **changes):
-    file = tmp_path / "report.json"
-    file.write_text(json.dumps({"memprof_version": "", **json.loads((KEPT / f"{name}.json").read_text())}))
-    return dataclasses.replace(load_json(file), **changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "what", "command"),
-    [
-        (
-            "profile",
-            "the largest batch that fits",
-            "memprof profile --model gpt2 --context-length 64 --batch-size 2 --gpu h100-80gb --largest batch-size",
-        ),
-        (
-            "profile-does-not-fit",
-            "the fixes that make it fit at the least cost",
-            "memprof profile --model llama-3.1-8b --context-length 512 --gpu rtx-4090 --fix auto",
-        ),
-        (
-            "profile-ladder",
-            "the first row that fits, in full",
-            "memprof profile --model gpt2 --context-length 256 --batch-size 4 --gpu-vram 2.5 --fix "
-            "compile,8-bit-optimizer,chunked-loss",
-        ),
-        ("run", "whether its evaluation fits too", "memprof run --until-exit --gpu h100-80gb program.py"),
-        ("run-until-exit", "what each finding means", "memprof help findings"),
-    ],
-)
-def test_after_a_report(name, what, command, tmp_path):
-    document = saved(name, tmp_path)
-    assert choose_next_step(document) == (what, command)
-    _check(shlex.split(command)[1:])
-    ending = to_text(render(document)).splitlines()[-6:]
-    said = re.sub(r" \\\n\s*", " ", "\n".join(ending))
-    assert said.endswith(f"Next, {what}:\n  {command}")
-    assert "Next, " not in to_text(render(document, quiet=True))
-
-
-def test_where_fixes_are_not_enough(tmp_path):
-    """What is asked of `recommend` is the same model, goal and GPU, and nothing that it does not take."""
-    document = saved("profile-does-not-fit", tmp_path)
-    for asked in (
-        document.target.asked.edit(fixes=("chunked-loss",)),
-        TargetSpec(model="4B", model_is_size=True, adapter="lora", gpu_vram_bytes=8 << 30, fixes=("bfloat16",)),
-        TargetSpec(model="gpt2", mode="inference", batch_size=99, fixes=("bfloat16",)),
-    ):
-        target = dataclasses.replace(document.target, asked=asked)
-        what, command = choose_next_step(dataclasses.replace(document, target=target))
-        assert what.startswith("what would fit this GPU") and command.startswith("memprof recommend --model")
-        _check(shlex.split(command)[1:])
 
 
 def printed(text):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.lanes import by_day
 from tests.processes import python
 from tests.schemas import checked
 
@@ -42,7 +43,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", by_day(ENDS, "nothing on the GPU", "_exit", "thread", "killed"))
 def test_no_verdict_is_exit_code_1_and_one_error(how, tmp_path):
     text, value = ENDS[how]
     (tmp_path / "script.py").write_text(TRAIN * (how != "empty") + text)
@@ -58,9 +59,9 @@ def test_no_verdict_is_exit_code_1_and_one_error(how, tmp_path):
     [
         ("train(3)", 0),
         ("train(1)\nos._exit(0)", 0),
-        ("train(1)\nsys.exit(7)", 7),
+        pytest.param("train(1)\nsys.exit(7)", 7, marks=pytest.mark.nightly),
         ("train(1)\nsys.exit(3)", 1),
-        ("train(1)\natexit.register(os._exit, 7)", 7),
+        pytest.param("train(1)\natexit.register(os._exit, 7)", 7, marks=pytest.mark.nightly),
         ("if os.fork(): os.wait(); train(3)", 0),  # the other process comes to the end of the script, too
         ("threading.Thread(target=time.sleep, args=(600,)).start(); train(3)", 0),
     ],

@@ -56,6 +56,7 @@ def test_what_is_known_is_really_exchanged(tmp_path):
     assert json.loads(shown.stdout)["ranks"] == [row | {"shown": row["rank"] == 1} for row in rows]
 
 
+@pytest.mark.nightly
 def test_stages_of_a_pipeline_tell_each_other_their_shapes():
     done = run("--json", *LAUNCHED, "pipeline")
     assert done.exit_code == 0, done.stderr
@@ -73,13 +74,16 @@ def test_ranks_that_are_alike_are_said_once():
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [
-        ("order", "rank 0 calls all_reduce of [4] int64, SUM at programs/several_ranks.py:"),
+    by_day(
+        [
+            ("order", "rank 0 calls all_reduce of [4] int64, SUM at programs/several_ranks.py:"),
+            ("raises", "Rank 2:\nTraceback"),
+            ("killed", "rank 1 was killed by SIGKILL"),
+            ("uneven", "rank 0 has ended, after all_reduce of [72] float32, SUM at programs/several_ranks.py:"),
+            ("store", "rank 0 waits for ever in a store for 'localhost:29513/never set' at programs/several_ranks.py:"),
+        ],
         ("raises", "Rank 2:\nTraceback"),
-        pytest.param("killed", "rank 1 was killed by SIGKILL", marks=pytest.mark.nightly),
-        ("uneven", "rank 0 has ended, after all_reduce of [72] float32, SUM at programs/several_ranks.py:"),
-        ("store", "rank 0 waits for ever in a store for 'localhost:29513/never set' at programs/several_ranks.py:"),
-    ],
+    ),
 )
 def test_what_hangs_on_gpus_is_an_error(what, said, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -120,14 +124,21 @@ NOTHING = "no verdict: nothing was put on the GPU"
 @pytest.mark.parametrize(
     ("arguments", "said", "code"),
     [
-        (("--gpus", "4", PROGRAM, "spawn", "train", "2"), "starts 2 processes, where 4 ranks run together", 1),
+        pytest.param(
+            ("--gpus", "4", PROGRAM, "spawn", "train", "2"),
+            "starts 2 processes, where 4 ranks run together",
+            1,
+            marks=pytest.mark.nightly,
+        ),
         (("--gpus", "2", *LAUNCHED, "train"), "is to start 4 processes on a machine with 2 of the GPUs", 2),
         (("--ranks", "9", *LAUNCHED, "train"), "there is no such rank\n  value: --ranks 9 of 4", 2),
         (("--ranks", "0,1", "--rank", "3", *LAUNCHED, "train"), "no such rank is run", 2),
         ((PROGRAM, "train"), "the program has one process", 2),
-        ((*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1),
+        pytest.param(
+            (*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1, marks=pytest.mark.nightly
+        ),
         (("--ladder", *LAUNCHED, "train"), "a ladder and a search run one rank", 2),
-        ((*LAUNCHED, "gloo"), NOTHING, 1),
+        pytest.param((*LAUNCHED, "gloo"), NOTHING, 1, marks=pytest.mark.nightly),
         pytest.param((*LAUNCHED, "mpi"), NOTHING, 1, marks=pytest.mark.nightly),
     ],
 )
@@ -136,6 +147,7 @@ def test_bad_input_is_one_error(arguments, said, code):
     assert (done.exit_code, said in done.stderr, done.stdout) == (code, True, ""), done.stderr
 
 
+@pytest.mark.nightly
 def test_some_ranks_run_and_the_first_speaks_for_the_rest():
     done = run("--json", "--ranks", "1,3", *LAUNCHED, "train")
     assert done.exit_code == 0, done.stderr

@@ -68,7 +68,7 @@ def spec_of_command(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", by_day(CASES, "beyond", "none"))
+@pytest.mark.parametrize("case", by_day(CASES, "beyond"))
 def test_one_answer(case, tmp_path, spec_of_command, capsys):
     config, goal, precision, capacity, host, length, sequences = CASES[case]
     folder = tmp_path / "model"

@@ -211,7 +211,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("how", by_day(LAUNCHED, "torchrun", "accelerate", "deepspeed"))
+@pytest.mark.parametrize("how", by_day(LAUNCHED, "torchrun"))
 def test_a_launcher_with_one_process_runs_in_this_one(tmp_path, how):
     launcher, wrap, said = LAUNCHED[how]
     (tmp_path / "train.py").write_text(TRAIN.format(wrap=wrap), encoding="utf-8")

@@ -150,7 +150,7 @@ def test_tables(memprof):
     assert max(len(line) for line in result.stdout.splitlines()) <= 110
 
 
-@pytest.mark.parametrize("broken", by_day(["loss", "gradients"], "gradients"))
+@pytest.mark.parametrize("broken", by_day(["loss", "gradients"]))
 def test_a_wrong_fix_fails(memprof, monkeypatch, broken):
     right = head_loss.row_losses
 

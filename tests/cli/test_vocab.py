@@ -54,6 +54,7 @@ def test_counts_and_caps(memprof, corpus):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_cap_saves_is_what_profile_says(memprof, corpus):
     found = memprof("vocab", corpus, *SMALL, "--coverage", "90", "--json").json["savings"]
     assert found["source"] == "simulated"

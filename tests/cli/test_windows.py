@@ -24,7 +24,7 @@ run(sys.argv[1:])
 @pytest.mark.parametrize(
     "words",
     [
-        "run train.py",
+        pytest.param("run train.py", marks=pytest.mark.nightly),
         pytest.param("profile --model gpt2 --context-length 64 --no-cache", marks=pytest.mark.nightly),
         pytest.param("recommend --gpu-vram 8 --no-cache", marks=pytest.mark.nightly),
     ],

@@ -1,9 +1,8 @@
-"""Golden render of `memprof vocab`: a small corpus by words, as text and as JSON; and one by ids, simulated.
+"""Golden render of `memprof vocab`: a small corpus by words, and one by ids, simulated.
 
 `MEMPROF_BLESS=1 pytest tests/golden` writes them anew; read the difference before you commit it.
 """
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -53,10 +52,6 @@ def test_words():
 
 def test_ids():
     check("vocabulary_ids.txt", to_text(render(by_ids()), 100))
-
-
-def test_json():
-    check("vocabulary.json", json.dumps(by_ids().to_json(), indent=1, ensure_ascii=False) + "\n")
 
 
 @pytest.mark.parametrize("width", [80, 110, 160])

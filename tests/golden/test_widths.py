@@ -1,6 +1,6 @@
 """Reports in terminals of several widths: whole words, whole lines, and no column that is cut."""
 
-import json
+import functools
 import os
 import re
 import sys
@@ -8,39 +8,22 @@ import sys
 import pytest
 from rich.text import Text
 
-from memprof.flows.saved_files import load_json
 from memprof.report.terminal.console import AlignedLines, ShellCommand, make_table, to_text
 from memprof.report.terminal.layout import output_width
 from tests.cli.terminal import Terminal
-from tests.golden.commands import HERE, KEPT
+from tests.golden import test_analysis, test_comparison
+from tests.golden.screens import assert_no_word_is_broken
+from tests.golden.test_report import MIB, document
 from tests.lanes import by_day
 from tests.processes import ROOT, python
 
-REPORTS = sorted(path for path in (*KEPT.glob("*.json"), *KEPT.parent.glob("*.json")))
-NO_PICTURES = ("estimate", "vocabulary")  # Which are shown by a command alone.
-GRAPHICS = " ─▁▂▃▄▅▆▇█^!‼\\"
-BESIDE = 16  # Columns beside a long word, in a table: one that leaves no room for these is broken.
+DOES_NOT_FIT = functools.partial(document, 2048 * MIB)
 
 
-def shown(path, tmp_path):
-    document = json.loads(path.read_text(encoding="utf-8"))
-    copy = tmp_path / path.name
-    copy.write_text(json.dumps({"memprof_version": "", **document}), encoding="utf-8")
-    return load_json(copy)._build_view()
-
-
-@pytest.mark.parametrize("width", by_day([60, 80, 120], 80))
-@pytest.mark.parametrize("path", [path for path in REPORTS if path.stem not in NO_PICTURES], ids=lambda path: path.stem)
-def test_no_word_is_broken(path, width, tmp_path):
-    view = shown(path, tmp_path)
-    text = to_text(view, width)
-    assert max(map(len, text.splitlines())) <= width
-    whole = set(to_text(view, 1000).split())
-    said = re.sub(r"No room for: ([^.]|\.\w)*\.", "", text)
-    too_long = "".join(word for word in whole if len(word) > width - BESIDE and word.strip(GRAPHICS))
-    broken = {word for word in said.split() if word not in whole and word.strip(GRAPHICS) and word not in too_long}
-    assert not broken
-    assert not too_long or "lora" in path.stem  # the paths of PEFT's modules
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("make", [DOES_NOT_FIT, test_analysis.document, test_comparison.document])
+def test_no_word_is_broken(make, width):
+    assert_no_word_is_broken(make()._build_view(), width)
 
 
 def test_a_table_leaves_out_what_is_least_needed():
@@ -89,10 +72,15 @@ COLOUR = re.compile(r"\x1b\[([\d;]*)m")
 
 @pytest.mark.parametrize(
     ("options", "variables", "coloured"),
-    [((), {}, True), (("--no-color",), {}, False), ((), {"NO_COLOR": "1"}, False), ((), {"TERM": "dumb"}, False)],
+    by_day(
+        [((), {}, True), (("--no-color",), {}, False), ((), {"NO_COLOR": "1"}, False), ((), {"TERM": "dumb"}, False)],
+        ((), {}, True),
+        ((), {"NO_COLOR": "1"}, False),
+    ),
 )
-def test_colours_of_a_terminal(options, variables, coloured):
-    words = (sys.executable, "-m", "memprof", "show", str(HERE / "does_not_fit.json"), *options)
+def test_colours_of_a_terminal(options, variables, coloured, tmp_path):
+    DOES_NOT_FIT().save(tmp_path / "report.json")
+    words = (sys.executable, "-m", "memprof", "show", str(tmp_path / "report.json"), *options)
     ours = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     shown = Terminal(list(words), {**ours, "TERM": "xterm", "PYTHONPATH": str(ROOT), **variables}, columns=90)
     assert shown.wait() == 3
@@ -102,10 +90,13 @@ def test_colours_of_a_terminal(options, variables, coloured):
     shown.end()
 
 
-@pytest.mark.parametrize("columns", ["", "60", "80"])
-def test_a_pipe(columns):
-    words = ("-m", "memprof", "show", str(HERE / "does_not_fit.json"))
-    done = python(*words, env={**os.environ, "COLUMNS": columns}, libraries=("memprof.cli.show",))  # without torch
+@pytest.mark.parametrize("columns", ["", "60"])
+def test_a_pipe(columns, tmp_path):
+    DOES_NOT_FIT().save(tmp_path / "report.json")
+    words = ("-m", "memprof", "show", "report.json")
+    done = python(
+        *words, folder=tmp_path, env={**os.environ, "COLUMNS": columns}, libraries=("memprof.cli.show",)
+    )  # without torch
     assert "\x1b" not in done.stdout
     width = max(map(len, done.stdout.splitlines()))
     assert width <= int(columns or 110) and width > int(columns or 110) - 15

@@ -20,7 +20,7 @@ with memprof.virtual_gpu({GPU!r}):
 """
 
 
-@pytest.mark.parametrize("name", by_day(TRAINING_SCRIPTS, "lstm", "gpt2_amp"))
+@pytest.mark.parametrize("name", by_day(TRAINING_SCRIPTS, "lstm"))
 def test_a_recording_is_equal_to_its_own_simulation(name: str, tmp_path: Path) -> None:
     script = SCRIPTS / f"{name}.py"
     recorded = python("-c", RECORD, script, folder=tmp_path)

@@ -29,7 +29,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", by_day(SCRIPTS, "char_gpt", "images", "generate"))
+@pytest.mark.parametrize("name", by_day(SCRIPTS, "char_gpt"))
 def test_it_runs(name, tmp_path):
     arguments, in_step, beside, steps = SCRIPTS[name]
     found = run_twice(name, *arguments, folder=tmp_path)

@@ -56,6 +56,7 @@ def test_a_gpu_by_its_capacity() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_growth_is_found() -> None:
     kept = []
 

@@ -151,28 +151,11 @@ def test_errors_name_the_setting_its_value_and_what_is_allowed(text, names):
         assert name in said
 
 
-def test_releases_differ():
-    assert not _accepts("max_split_size_mb:20", "2.6.0")  # more than 20 until 2.8
-    assert _accepts("max_split_size_mb:21", "2.6.0")
-    assert not _accepts("large_segment_size_mb:32", "2.10.0")
-    assert not _accepts("per_process_memory_fraction:0.5", "2.9.1")
-    assert not _accepts("throw_on_cudamalloc_oom:True", "2.10.0")
-    assert not _accepts("expandable_segments_reserve:0.5", "2.14.1")
-    # `>` began at the last key, not above it
+def test_the_rest_of_the_divisions_began_at_the_last_key_and_not_above_it():
     old = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", parse_release("2.6")).roundup_power2_divisions
     new = parse_config("roundup_power2_divisions:[1:8,4:4,>:2]", parse_release("2.13")).roundup_power2_divisions
     assert old == (8, 0, 2) + (2,) * 13
     assert new == (8, 0, 4) + (2,) * 13
-
-
-def test_reserve_of_expandable_segments():
-    release = parse_release("2.15")
-    assert parse_config("expandable_segments_reserve:0.5", release).expandable_segments_reserve == 0.5
-    assert parse_config("expandable_segments_reserve:40G", release).expandable_segments_reserve_bytes == 40 << 30
-    assert parse_config("expandable_segments_reserve:none", release).expandable_segments_reserve == 9 / 8
-    assert (
-        parse_config("expandable_segments_reserve_by_class:[a:0.5,b:2G]", release).expandable_segments_reserve == 9 / 8
-    )
 
 
 def test_environment():

@@ -68,11 +68,6 @@ def test_half_the_bytes_of_a_cache_are_offered_where_they_fit(needed: str, avail
     assert has("--kv-cache-dtype fp8", cache_error(needed, available)) == is_offered
 
 
-@pytest.mark.parametrize("said", ["kv_cache_dtype=fp8", "Using fp8 data type to store kv cache."])
-def test_a_cache_of_one_byte_a_value_is_not_offered_twice(said: str):
-    assert not has("--kv-cache-dtype", said + "\n" + cache_error("6.00", "5.00"))
-
-
 @pytest.mark.parametrize(("tokens", "is_offered"), [(15000, True), (14999, False)])
 def test_half_the_bytes_by_tokens(tokens: int, is_offered: bool):
     text = (
@@ -127,20 +122,6 @@ def test_without_the_gpu_s_size_a_larger_fraction_is_offered_if_there_are_such_g
     """From 0.92 to 0.95, 5.8 GiB take a GPU of 193 GiB."""
     text = cache_error(f"{float(missing) + 10:.2f}", "10.00")
     assert has("--gpu-memory-utilization 0.95", text) == is_offered
-
-
-@pytest.mark.parametrize(
-    ("free", "total", "option"),
-    [("6.93", "8.0", "0.86"), ("4.98", "15.6", "0.31"), ("0.30", "79.1", None), ("4.00", "79.1", "0.05")],
-)
-def test_what_is_free_at_the_start(free: str, total: str, option: str | None):
-    text = (
-        f"ValueError: Free memory on device cuda:0 ({free}/{total} GiB) on startup is less than desired GPU memory "
-        "utilization (0.9, 71.2 GiB). Decrease GPU memory utilization"
-    )
-    found = [command.split()[-1] for command in commands(text) if "utilization" in command]
-    assert found == ([option] if option else [])
-    assert diagnosis(text).engine.fraction == 0.9
 
 
 def test_weights_in_another_process():
@@ -203,95 +184,10 @@ def test_the_model_and_the_gpus_of_the_log_are_in_the_commands():
     assert "vllm serve Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 4" in commands(text)
 
 
-@pytest.mark.parametrize(
-    ("weights", "missing", "is_offered"), [("30.00", "14.9", True), ("30.00", "15.1", False), (None, "15.1", True)]
-)
-def test_smaller_weights_are_offered_where_they_are_enough(weights: str | None, missing: str, is_offered: bool):
-    load = "" if weights is None else f"Model loading took {weights} GiB memory and 3 seconds\n"
-    text = f"{load}Available KV cache memory: -{missing} GiB\nValueError: No available memory for the cache blocks."
-    assert has("--quantization fp8", text) == is_offered
-    assert not has("--quantization fp8", "quantization=awq\n" + text)
-
-
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("least", "option"),
-    [("0.9113", "0.92"), ("0.9151", "0.93"), ("0.9150", "0.92"), ("0.9600", "0.97"), ("0.9660", None)],
-)
-def test_the_least_fraction_leaves_something_to_the_cache(least: str, option: str | None):
-    text = (
-        "ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.88. Raise "
-        f"--mem-fraction-static above 0.999 (minimum viable = 1 - available/pre = {least})."
-    )
-    found = [command.split()[-1] for command in commands(text) if "--mem-fraction-static" in command]
-    assert found == ([option] if option else [])
-
-
-@pytest.mark.parametrize(
-    ("said", "option"),
-    [
-        ("Current value: self.server_args.mem_fraction_static=0.8", "0.9"),
-        ("Current value: mem_fraction_static=0.9", "0.95"),
-        ("Current value: mem_fraction_static=0.96", None),
-        ("", "0.95"),
-    ],
-)
-def test_half_way_to_all_of_the_gpu(said: str, option: str | None):
-    text = f"RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. {said}"
-    found = [command.split()[-1] for command in commands(text) if "--mem-fraction-static" in command]
-    assert found == ([option] if option else [])
-
-
-def test_the_line_on_loaded_weights_gives_the_least_fraction():
-    text = (
-        "Load weight end. type=Llama, dtype=torch.bfloat16, avail mem=10.00 GB, mem usage=70.00 GB.\n"
-        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. mem_fraction_static=0.8"
-    )
-    assert diagnosis(text).engine.least_fraction == 0.875
-    assert commands(text)[0].endswith("--mem-fraction-static 0.88")
-
-
-@pytest.mark.parametrize(
-    ("hint", "option"),
-    [("--cuda-graph-max-bs", "--cuda-graph-max-bs 16"), ("--cuda-graph-max-bs-decode", "-decode 16")],
-)
-def test_the_option_for_graphs_is_that_of_the_message(hint: str, option: str):
-    frames = frames_of("init_device_graphs", "capture", package="sglang/srt/model_executor")
-    text = (
-        torch_error(frames)
-        + f"\nException: Capture cuda graph failed: CUDA out of memory.\n2. set {hint} to a smaller value"
-    )
-    found = commands(text)
-    assert found[0].endswith("--mem-fraction-static 0.84") and found[1].endswith(option)
-
-
-@pytest.mark.parametrize(("ranks", "option"), [("", "25"), ("tp_size=4\n", "6")])
-def test_a_host_pool_for_each_rank(ranks: str, option: str):
-    text = ranks + "Not enough host memory available. Requesting 100.00 GB but only have 25.40 GB free. Please reduce"
-    found = diagnosis(text)
-    assert (found.figures.free.num_bytes, found.engine.missing.num_bytes) == (25_400_000_000, 74_600_000_000)
-    assert found.steps[0].command.endswith(f"--hicache-size {option}")
-
-
-def test_a_full_pool_needs_fewer_requests():
-    text = "RuntimeError: Decode out of memory. Try to lower your batch size.\nTry to allocate 48 tokens."
-    found = diagnosis(text)
-    assert (found.source, found.engine.batch) == ("SGLang", 48)
-    assert "--max-running-requests" in found.steps[0].command
-
-
 # -- TGI and TensorRT-LLM ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("blocks", "option"),
-    [("", "16384"), ("KV-cache blocks: 1500, size: 16\n", "24000"), ("KV-cache blocks: 3000, size: 16\n", "16384")],
-)
-def test_the_tokens_that_tgi_s_cache_holds(blocks: str, option: str):
-    text = blocks + "Error: NotEnoughMemory: Not enough memory to handle `max_total_tokens=32768`"
-    assert commands(text)[0].endswith(f"--max-total-tokens {option}")
 
 
 @pytest.mark.parametrize(
@@ -325,33 +221,6 @@ def cuda_error(size: str, after: str) -> str:
     return f"ggml_cuda: allocating {size} MiB on device 0: cudaMalloc failed: out of memory\n{after}\n"
 
 
-def test_the_context_whose_cache_fits_what_the_weights_leave():
-    text = (
-        FREE
-        + MODEL
-        + "llama_context: n_ctx         = 65536\n"
-        + cuda_error("40000.00", "failed to allocate buffer for kv cache")
-    )
-    found = commands(text)
-    assert found[0].endswith("--ctx-size 32768")  # 20,000 of 40,000 MiB are free
-    assert not has("--cache-type-k", text)  # 21,250 MiB in q8_0 are not
-
-
-def test_q8_0_is_offered_where_it_fits():
-    text = FREE + MODEL + cuda_error("37000.00", "failed to allocate buffer for kv cache")
-    assert has("--cache-type-k q8_0", text)
-
-
-def test_the_layers_that_have_room():
-    text = (
-        FREE
-        + "load_tensors: offloaded 80/81 layers to GPU\n"
-        + cuda_error("60000.00", "error loading model: unable to allocate CUDA0 buffer")
-    )
-    assert diagnosis(text).cause == "weights"
-    assert commands(text)[0].endswith("--n-gpu-layers 53")
-
-
 @pytest.mark.parametrize(
     ("after", "cause"),
     [
@@ -379,28 +248,10 @@ def test_the_line_on_a_model_that_does_not_load_is_enough():
     assert found.steps[0].command == "/set parameter num_gpu 20"
 
 
-def test_layers_of_ollama_that_go_to_the_cpu():
-    after = "ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size 1\npanic: unable to create llama context"
-    text = "level=INFO source=server.go:104 msg=offload\nollama serve\n" + cuda_error("5030.00", after)
-    assert [part.split()[0].split("=")[0] for part in commands(text)] == [
-        "OLLAMA_CONTEXT_LENGTH",
-        "OLLAMA_GPU_OVERHEAD",
-        "/set",
-        "ollama",
-    ]
-    assert "OLLAMA_GPU_OVERHEAD=5368709120 ollama serve" in commands(text)
-
-
 def test_a_buffer_of_another_backend():
     found = diagnosis("0.1 E alloc_tensor_range: failed to allocate Vulkan0 buffer of size 1632174080")
     assert (found.source, found.figures.tried.num_bytes) == ("ggml in llama.cpp", 1632174080)
     assert diagnosis("alloc_tensor_range: failed to allocate CPU buffer of size 37748736000").cause == "host-memory"
-
-
-@pytest.mark.parametrize(("needed", "available", "first"), [("9.0", "6.0", "ollama stop MODEL"), ("9.0", "4.4", "")])
-def test_other_models_are_unloaded_where_that_can_be_enough(needed: str, available: str, first: str):
-    text = f"Error: model requires more system memory ({needed} GiB) than is available ({available} GiB)"
-    assert commands(text)[0] == first
 
 
 # -- XLA ---------------------------------------------------------------------------------------------------------------

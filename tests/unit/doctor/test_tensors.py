@@ -88,51 +88,8 @@ def exactly(num_bytes: int, model: Dimensions | None = MODEL, **known: object) -
     return [(one.shape, one.dtype, one.role) for one in found]
 
 
-@pytest.mark.parametrize(
-    ("width", "role"),
-    [
-        (50_000, "logits"),
-        (25_000, "logits, of one of 2 ranks"),
-        (640, "hidden states"),
-        (1792, "feed-forward activations"),
-        (2 * 1792, "feed-forward activations, gate and up"),
-        (10 * 72, "queries"),
-        (20 * 72, "queries, keys and values"),
-        (5 * 72, "keys or values"),
-        (640 * 1792, "one weight delta for each token"),
-    ],
-)
-def test_the_width_of_a_row_says_what_it_is(width: int, role: str):
-    assert ((3, 1021, width), "bfloat16", role) in exactly(3 * 1021 * width * 2, batch=3, length=1021)
-    assert ((3, 1021, width), "float32", role) in exactly(3 * 1021 * width * 4, batch=3, length=1021)
-
-
 def test_the_last_position_left_out():
     assert exactly(3 * 1020 * 50_000 * 2, batch=3, length=1021)[0] == ((3, 1020, 50_000), "bfloat16", "logits")
-
-
-@pytest.mark.parametrize(
-    ("shape", "role"),
-    [
-        ((50_000, 640), "embedding or head, its gradient or state"),
-        ((1792, 640), "a feed-forward weight"),
-        ((3584, 640), "feed-forward weights, gate and up"),
-        ((720, 640), "an attention weight"),
-        ((7_654_321,), "all parameters in one buffer"),
-        ((6, 2 * 352, 640), "the experts' gate and up weights"),
-        ((6, 640, 352), "the experts' down weights"),
-    ],
-)
-@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
-def test_the_weights_of_a_model(shape: tuple[int, ...], role: str, dtype: str, item: int):
-    model = replace(MODEL, num_experts=6, expert_width=352, num_parameters=7_654_321)
-    found = find_candidates(
-        TensorQuery(math.prod(shape) * item, math.prod(shape) * item, model, roles=frozenset({"weights"}))
-    )
-    (candidate,) = [one for one in found if one.shape == shape and one.dtype == dtype]
-    assert (candidate.role, candidate.num_bytes) == (role, math.prod(shape) * item)
-    assert candidate.exact
-    assert candidate.in_traceback
 
 
 def rows(tokens: int, **known: object) -> tuple[object, ...]:

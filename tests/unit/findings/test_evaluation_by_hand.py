@@ -281,6 +281,16 @@ def test_graphs_that_stay_until_the_end_are_of_two_calls_at_least(
     assert bool(evaluation_with_gradients.find(b.context())) == is_told
 
 
+@pytest.mark.parametrize(("usable_mib", "decides"), [(150, True), (110, False), (300, False)])
+def test_says_whether_the_run_fits_without_gradients(usable_mib: int, decides: bool) -> None:
+    """Five calls keep 20 MiB each, and then 120 are asked for."""
+    b = with_graphs(20 * MIB, 5, is_kept=True)
+    b.alloc(120 * MIB)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    finding = only(evaluation_with_gradients.find(b.context(usable_mib * MIB)))
+    assert finding.is_decisive == finding.title.endswith("; without it the run fits") == decides
+
+
 def test_what_piles_up_from_call_to_call_and_why() -> None:
     def reasons(**holder: object) -> list[str]:
         b = with_graphs(number=5, is_kept=True)

@@ -13,7 +13,7 @@ from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
-from tests.unit.findings.test_growth import KEPT, LOSSES, MILLION, kept, steps
+from tests.unit.findings.growing import KEPT, LOSSES, MILLION, kept, steps
 from tests.unit.traces import TraceBuilder
 
 # A tensor of 1 MiB is of the small pool: two in each segment of 2 MiB, but one beside the weight. So 100 MiB hold 99

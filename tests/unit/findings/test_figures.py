@@ -20,10 +20,12 @@ from memprof.findings import (
     vocabulary,
     weight_delta,
 )
+from memprof.findings.suggestions import list_fix_names
 from memprof.trace.events import CompiledSavedTensors, GraphBreak, ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import all_figures
-from tests.unit.findings.test_rules import TestAttentionScores, training
+from tests.unit.findings.language_models import training
+from tests.unit.findings.test_attention_scores import TestAttentionScores
 from tests.unit.traces import TraceBuilder
 
 MILLION = MIB // 4  # elements of float32 in a MiB
@@ -230,6 +232,7 @@ def test_attention_scores_and_masks_are_counted_apart() -> None:
         ["6", "321.00 MiB"],
     ]
     assert "Attention scores" in finding.title and finding.evidence[-1].num_bytes == 321 * MIB
+    assert finding.fixes == ("sdpa-attention",) == list_fix_names(finding.suggestions)
 
 
 # -- copies and state ------------------------------------------------------------------------------------------------
@@ -348,6 +351,7 @@ def test_state_of_adam_in_float32_may_be_in_8_bits() -> None:
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_temporaries_of_the_step_and_the_stage_that_comes_next(is_by_hand: bool) -> None:
     b = stepped()
+    b.new(MILLION, op="aten._foreach_mul")  # after the peak
     b.trace.updates_parameters_manually = is_by_hand
     finding = only(optimizer_state.find(b.context())[1:])
     assert (finding.severity, finding.num_bytes) == (Severity.NOTE, 210 * MIB)
@@ -380,6 +384,7 @@ def test_words_that_nobody_asked_for_in_everything_that_has_them() -> None:
     finding = only(vocabulary.find(b.context(asked_vocab_size=1000)))
     sizes = [1000 * 512 * 2, 1000 * 512 * 2, 1000 * 512 * 4, 64 * 1000 * 4]
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, sum(sizes))
+    assert finding.fixes == ("vocabulary-cap",)
     assert all_figures(finding) == [
         ["2,000", "1,000", "4.15 MiB", "5%"],
         ["[2000 x 512]", "bfloat16", "1,000.00 KiB", "1,000"],

@@ -61,54 +61,6 @@ def losses_with_their_graph() -> None:
         losses.append(loss)  # kept
 
 
-def outputs_in_dicts() -> None:
-    model, optimizer = parts()
-    records = []
-    for number, x in enumerate(batches()):
-        out = model(x)
-        learn(out.mean(), optimizer)
-        records.append({"step": number, "output": out})  # kept
-
-
-def by_step() -> None:
-    model, optimizer = parts()
-    cache = {}
-    for number, x in enumerate(batches()):
-        cache[number] = model(x)  # kept
-        learn(cache[number].mean(), optimizer)
-
-
-def in_a_closure() -> None:
-    model, optimizer = parts()
-
-    def make() -> Callable[[torch.Tensor], None]:
-        seen = []
-
-        def step(x: torch.Tensor) -> None:
-            out = model(x)
-            learn(out.mean(), optimizer)
-            seen.append(out.detach())  # kept
-
-        return step
-
-    step = make()
-    for x in batches():
-        step(x)
-
-
-HISTORY: list[Any] = []
-
-
-def in_a_global() -> None:
-    global HISTORY
-    model, optimizer = parts()
-    HISTORY = []
-    for x in batches():
-        out = model(x)
-        learn(out.mean(), optimizer)
-        HISTORY.append((x, out.detach()))  # kept
-
-
 def in_a_class() -> None:
     class Tracker:
         seen: list[torch.Tensor] = []  # noqa: RUF012
@@ -145,24 +97,6 @@ def in_an_lru_cache() -> None:
         learn(model(features(number)).mean(), optimizer)
 
 
-def in_a_sum() -> None:
-    model, optimizer = parts()
-    total: Any = 0
-    for x in batches():
-        loss = model(x).square().mean()
-        learn(loss, optimizer, retain=True)
-        total += loss  # kept
-
-
-def in_a_sum_of_a_dict() -> None:
-    model, optimizer = parts()
-    stats: dict[str, Any] = {"loss": 0.0}
-    for x in batches():
-        loss = model(x).square().mean()
-        learn(loss, optimizer, retain=True)
-        stats["loss"] += loss  # kept
-
-
 def copies_of_the_weights() -> None:
     model, optimizer = parts()
     snapshots = []
@@ -185,22 +119,6 @@ def gradients() -> None:
     for x in batches():
         learn(model(x).mean(), optimizer)
         kept.append([parameter.grad for parameter in model.parameters()])  # kept
-
-
-class Buffer:
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def push(self, state: torch.Tensor, action: torch.Tensor) -> None:
-        self.items.append((state, action))  # kept
-
-
-def replay_buffer() -> None:
-    model, optimizer = parts()
-    buffer = Buffer()
-    for x in batches():
-        buffer.push(x, torch.randn(ROWS, WIDTH, device="cuda"))
-        learn(model(x).mean(), optimizer)
 
 
 def frames_of_exceptions() -> None:
@@ -253,16 +171,6 @@ def hidden_state_of_micro_batches() -> None:
 @torch.no_grad()
 def inside_of_modules() -> None:
     model, _ = parts()
-    seen = []
-    model[1].register_forward_hook(lambda module, args, output: seen.append(output))  # kept
-    for x in batches():
-        model(x)
-
-
-@torch.no_grad()
-def inside_of_modules_in_eval_mode() -> None:
-    model, _ = parts()
-    model.eval()
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output))  # kept
     for x in batches():
@@ -369,16 +277,6 @@ def predictions_without_gradients() -> None:
                 predictions.append(model(x))  # kept  # noqa: PERF401
 
 
-def metric_that_is_never_reset() -> None:
-    model, optimizer = parts()
-    mean = Mean()
-    for _ in range(4):
-        learn(model(torch.randn(ROWS, WIDTH, device="cuda")).mean(), optimizer)
-        with torch.no_grad():
-            for x in batches(3):
-                mean.update(model(x))
-
-
 GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation-with-gradients"
 
 
@@ -386,25 +284,17 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
     ("program", "finding", "holder", "filled_in"),
     [
         (losses_with_their_graph, GROWTH, "list `losses`", losses_with_their_graph),
-        (outputs_in_dicts, GROWTH, "list `records`", outputs_in_dicts),
-        (by_step, GROWTH, "dict `cache`", by_step),
-        (in_a_closure, GROWTH, "list `seen`", in_a_closure),
-        (in_a_global, GROWTH, "list `HISTORY`", in_a_global),
         (in_a_class, GROWTH, "list `Tracker.seen`", in_a_class),
         (of_hooks, GROWTH, "dict `activations`", of_hooks),
         (in_an_lru_cache, GROWTH, "lru_cache `features`", in_an_lru_cache),
-        (in_a_sum, GROWTH, "variable `total`", in_a_sum),
-        (in_a_sum_of_a_dict, GROWTH, "variable `stats['loss']`", in_a_sum_of_a_dict),
         (copies_of_the_weights, GROWTH, "list `snapshots`", copies_of_the_weights),
         (copies_of_the_model, GROWTH, "list `averages`", copies_of_the_model),
         (gradients, GROWTH, "list `kept`", gradients),
-        (replay_buffer, GROWTH, "list `Buffer.items`", Buffer.push),
         (frames_of_exceptions, GROWTH, "list `errors`", frames_of_exceptions),
         (hidden_state, GROWTH, "variable `hidden`", hidden_state),
         (without_an_optimizer, GROWTH, "list `scores`", without_an_optimizer),
         (hidden_state_of_micro_batches, GROWTH, "variable `hidden[0]`", hidden_state_of_micro_batches),
         (inside_of_modules, KEPT, "list `seen`", inside_of_modules),
-        (inside_of_modules_in_eval_mode, KEPT, "list `seen`", inside_of_modules_in_eval_mode),
         (metric, GROWTH, "list `Mean.values`", Mean.update),
         (logger, GROWTH, "defaultdict `Logger.history`", Logger.log),
         (filled_from_outside, GROWTH, "list `State.gradients`", filled_from_outside),
@@ -412,7 +302,6 @@ GROWTH, KEPT, GRADIENTS = "memory-growth", "evaluation-accumulates", "evaluation
         (callbacks, GROWTH, "list `pending`", callbacks),
         (predictions_with_gradients, GRADIENTS, "list `predictions`", predictions_with_gradients),
         (predictions_without_gradients, KEPT, "list `predictions`", predictions_without_gradients),
-        (metric_that_is_never_reset, GROWTH, "list `Mean.values`", Mean.update),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -463,24 +352,6 @@ def test_hooks_of_a_model_in_training_mode_keep_less_in_eval_mode() -> None:
 
 
 # -- programs that do not ---------------------------------------------------------------------------------------------
-
-
-def numbers() -> None:
-    model, optimizer = parts()
-    losses = []
-    for x in batches():
-        loss = model(x).mean()
-        learn(loss, optimizer)
-        losses.append(loss.item())
-
-
-def sum_of_numbers() -> None:
-    model, optimizer = parts()
-    total = torch.zeros((), device="cuda")
-    for x in batches():
-        loss = model(x).mean()
-        learn(loss, optimizer)
-        total += loss.detach()
 
 
 def bounded_deque() -> None:
@@ -540,24 +411,6 @@ def detached_state() -> None:
         learn(hidden.mean(), optimizer)
 
 
-def average_of_weights() -> None:
-    model, optimizer = parts()
-    average = copy.deepcopy(model)
-    for x in batches():
-        learn(model(x).mean(), optimizer)
-        with torch.no_grad():
-            for own, other in zip(average.parameters(), model.parameters(), strict=True):
-                own.lerp_(other, 0.01)
-
-
-def ring() -> None:
-    model, optimizer = parts()
-    states = torch.zeros(4, ROWS, WIDTH, device="cuda")
-    for number, x in enumerate(batches()):
-        states[number % 4] = x
-        learn(model(states[0]).mean(), optimizer)
-
-
 def hooks_that_overwrite() -> None:
     model, optimizer = parts()
     seen: dict[int, torch.Tensor] = {}
@@ -574,27 +427,6 @@ def prefetched() -> None:
         ahead.append(x)
         if len(ahead) == 3:
             learn(model(ahead.pop(0)).mean(), optimizer)
-
-
-def data_that_is_there_before() -> None:
-    data = list(batches())
-    model, optimizer = parts()
-    for x in data:
-        learn(model(x).mean(), optimizer)
-
-
-def predictions_in_host_memory() -> None:
-    model, optimizer = parts()
-    learn(model(torch.randn(ROWS, WIDTH, device="cuda")).mean(), optimizer)
-    with torch.no_grad():
-        predictions = [model(x).cpu() for x in batches()]
-    del predictions
-
-
-def longer_batches() -> None:
-    model, optimizer = parts()
-    for rows in range(ROWS, 3 * ROWS, 128):
-        learn(model(torch.randn(rows, WIDTH, device="cuda")).mean(), optimizer)
 
 
 class Decoder(nn.Module):
@@ -642,9 +474,9 @@ def cache_of_a_model_in_eval_mode() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        numbers, sum_of_numbers, bounded_deque, bounded_lru_cache, window_of_slices, cache_that_fills, micro_batches,
-        detached_state, average_of_weights, ring, hooks_that_overwrite, prefetched, data_that_is_there_before,
-        predictions_in_host_memory, longer_batches, keys_and_values, cache_of_a_model_in_eval_mode,
+        bounded_deque, bounded_lru_cache, window_of_slices, cache_that_fills, micro_batches,
+        detached_state, hooks_that_overwrite, prefetched,
+        keys_and_values, cache_of_a_model_in_eval_mode,
     ],
     ids=lambda program: program.__name__,
 )  # fmt: skip

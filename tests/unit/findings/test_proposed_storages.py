@@ -22,7 +22,7 @@ from memprof.ledger.what_if import compute_allocated_peak
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, ModuleRole, PhaseKind, Role, VmapCall
 from memprof.units import GIB, MIB
-from tests.unit.findings.test_proposals_by_hand import batch, layers, only
+from tests.unit.findings.proposals.proposed import batch, layers, only
 from tests.unit.traces import TraceBuilder
 
 ALLOC, FREE = EventKind.ALLOC, EventKind.FREE

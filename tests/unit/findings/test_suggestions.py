@@ -29,7 +29,7 @@ from memprof.ledger.what_if import edit_events, resize
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import NONE, Event, EventKind, FirstStep, ModuleRole, PhaseKind, Role
 from memprof.units import MIB
-from tests.unit.findings.test_rules import head_and_loss, of, training
+from tests.unit.findings.language_models import head_and_loss, of, training
 from tests.unit.traces import TraceBuilder
 
 LOGITS = ("chunked-loss", "micro-batch")

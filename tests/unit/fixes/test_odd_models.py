@@ -171,7 +171,7 @@ def test_a_wrapped_model_is_refused(name):
         assert models.state(wrapped) == before
 
 
-@pytest.mark.parametrize("name", by_day(["chunked-loss", "activation-checkpointing"], "activation-checkpointing"))
+@pytest.mark.parametrize("name", by_day(["chunked-loss", "activation-checkpointing"]))
 def test_compiled_afterwards(name):
     model = models.llama()
     wanted = loss_and_gradients(model)

@@ -6,7 +6,6 @@ import builtins
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,8 @@ from memprof.flows.compare import compare_files
 from memprof.report.documents.report import Report
 from memprof.report.matching.tolerance import Tolerance
 from memprof.trace.io import save_trace
+from tests.golden import test_analysis, test_comparison, test_report
 from tests.unit.trace.test_io import sample
-
-GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
@@ -43,12 +41,15 @@ def test_a_document_is_its_text(monkeypatch, capsys, report, where):
     assert repr(report) == f"<Report: {plain.splitlines()[0]}>"
 
 
-@pytest.mark.parametrize("name", ["does_not_fit", "analysis", "comparison"])
-def test_documents_come_back(tmp_path, name):
-    document = memprof.load(GOLDEN / f"{name}.json")
+@pytest.mark.parametrize(
+    "make", [lambda: test_report.document(2 << 30), test_analysis.document, test_comparison.document]
+)
+def test_documents_come_back(tmp_path, make):
+    make().save(tmp_path / "document.json")
+    document = memprof.load(tmp_path / "document.json")
     document.save(tmp_path / "document.json")
     again = memprof.load(str(tmp_path / "document.json"))
-    assert (type(again), again) == (type(document), document)
+    assert (type(again), again) == (type(make()), document)
     document.save(tmp_path / "document.json")  # it is ours to replace
     (tmp_path / "notes.json").write_text("{}")
     with pytest.raises(memprof.UsageError, match="not a"):

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.estimate import EstimateDocument
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.recommendation import Configuration, LargestFit, LengthRisk, Recommendation
 from memprof.report.documents.report import Report
 from memprof.report.documents.verification import Deviation, FixPeak, OptimizerRow, Precision, Verification
-from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
+from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
 from memprof.trace.json_values import JsonValue, from_plain, to_plain
+from tests.golden import test_analysis, test_comparison, test_report, test_vocabulary
 from tests.lanes import examples
+from tests.schemas import checked
 from tests.unit.report.runs import traces
+from tests.unit.traces import TraceBuilder
 
-GOLDEN = Path(__file__).parents[2] / "golden"
-DOCUMENTS: dict[str, type[JsonValue]] = {
-    "does_not_fit": Report,
-    "analysis": Analysis,
-    "comparison": Comparison,
-    "vocabulary": Vocabulary,
-    "unchanged/estimate": EstimateDocument,
-    "unchanged/analyze": Analysis,
-    "unchanged/compare": Comparison,
-    **{f"unchanged/{file.stem}": Report for file in GOLDEN.glob("unchanged/profile*.json")},
-    **{f"unchanged/{file.stem}": Report for file in GOLDEN.glob("unchanged/run*.json")},
-}
+
+def does_not_fit() -> Report:
+    return test_report.document(2 << 30)
 
 
 def through_json(document: JsonValue) -> JsonValue:
     return type(document).from_json(json.loads(json.dumps(document.to_json())))
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_golden_files_come_back_as_they_are(name: str) -> None:
-    values = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
-    values.setdefault("memprof_version", "0.1.0")  # what differs from release to release is not kept
-    document = DOCUMENTS[name].from_json(values)
-    again = document.to_json()
-    assert again == values
-    assert list(again) == list(values) or "unchanged" in name
-    assert type(document).from_json(again) == document
+@pytest.mark.parametrize(
+    "make", [does_not_fit, test_analysis.document, test_comparison.document, test_vocabulary.by_ids]
+)
+def test_documents_come_back_and_are_as_their_schemas_say(make: Callable[[], JsonValue]) -> None:
+    text = json.dumps(make().to_json())
+    document = type(make()).from_json(checked(json.loads(text)))
+    assert json.dumps(document.to_json()) == text  # in this order
+    assert through_json(document) == document
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -124,7 +115,7 @@ def test_facts_of_earlier_releases() -> None:
     [{"peak": {}}, {"stages": [1]}, {"device": None}, {"findings": {}}, {"host_peak_bytes": True}, {"schema": "2"}],
 )
 def test_what_is_none(changes: dict[str, object]) -> None:
-    values = json.loads((GOLDEN / "does_not_fit.json").read_text(encoding="utf-8"))
+    values = does_not_fit().to_json()
     with pytest.raises(ValueError, match=r"."):
         Report.from_json({**values, **changes})
     with pytest.raises(UsageError):
@@ -143,3 +134,22 @@ def test_a_rank_ends_in_a_way_that_there_is() -> None:
     assert from_plain(RankRow, to_plain(row)) == row
     with pytest.raises(ValueError, match="a rank does not end by 'sideways'"):
         from_plain(RankRow, to_plain(row) | {"ended": "sideways"})
+
+
+def test_what_a_run_has_none_of_is_left_out() -> None:
+    report = does_not_fit()
+    values = report.to_json()
+    assert not values.keys() & {"gpu", "gpus", "limit", "patch", "rank", "ranks", "streams", "engine"}
+    assert "nccl_group_bytes" not in values["bridge"]
+    of_a_rank = replace(report, bridge=replace(report.bridge, nccl_group_bytes=5))
+    assert of_a_rank.to_json()["bridge"]["nccl_group_bytes"] == 5
+
+
+@pytest.mark.parametrize(("limit", "over"), [(None, 0), (5000, 0), (4999, 1)])
+def test_host_memory_that_is_short(limit: int | None, over: int) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.alloc(512)
+    b.alloc(5000, device="cpu")
+    b.trace.facts = Facts(command="profile", device=DeviceFacts("GPU", 1 << 33, host_memory_bytes=limit))
+    verdict = analyze(b.trace).verdict
+    assert (verdict.host_over_bytes, verdict.fits) == (over, not over)

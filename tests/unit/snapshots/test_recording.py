@@ -12,7 +12,6 @@ from memprof.snapshots.occupancy import group_blocks, measure_fragmentation
 from memprof.snapshots.out_of_memory import find_out_of_memory_events
 from memprof.snapshots.recording import BEFORE, NEVER, build_recordings
 from memprof.snapshots.steps import _is_regular, find_leaks, find_steps
-from memprof.snapshots.what_if import what_if
 from memprof.trace.snapshot import Frame
 from tests.lanes import examples
 from tests.unit.snapshots.builder import (
@@ -124,22 +123,6 @@ def test_recorded_from_the_middle():
     assert {life.stack for life in old} == {WEIGHT, OPTIMIZER}
 
 
-def test_fragmentation_names_what_pins_a_segment():
-    program = Program()
-    big = [program.malloc(8 * MIB, stack("a.py:1 big")) for _ in range(2)]
-    small = program.malloc(2 * MIB, stack("a.py:2 small"))
-    empty = program.malloc(50 * MIB, stack("a.py:3 empty"))
-    program.free(*big, empty)
-    assert small is not None
-    found = only(program)
-    state, segments = measure_fragmentation(found, found.end)
-    assert (state.reserved_bytes, state.used_bytes, state.free_bytes) == (70 * MIB, 2 * MIB, 68 * MIB)
-    assert (state.releasable_bytes, state.pinned_bytes, state.largest_free_bytes) == (50 * MIB, 18 * MIB, 50 * MIB)
-    (segment,) = (one for one in segments if one.is_nearly_empty)
-    assert [life.origin.source for life in segment.live] == ["/home/me/a.py:2 small"]
-    assert segment.largest_free == 16 * MIB
-
-
 @pytest.mark.parametrize(("num_bytes", "is_nearly_empty"), [(5 * MIB - 512, True), (5 * MIB, False)])
 def test_a_segment_is_nearly_empty_if_less_than_a_quarter_is_in_use(num_bytes, is_nearly_empty):
     program = Program()
@@ -162,33 +145,6 @@ def test_a_segment_is_nearly_empty_if_less_than_a_quarter_is_in_use(num_bytes, i
 )
 def test_steps_differ_by_a_tenth_at_most(events, is_regular):
     assert _is_regular(events) == is_regular
-
-
-@pytest.mark.parametrize(("others", "count"), [(2, 3), (3, None)])
-def test_steps_cover_at_least_half_of_the_recording(others, count):
-    program, line_of_steps = Program(), stack("a.py:1 step")
-    for _ in range(3):
-        program.malloc(512, line_of_steps)
-    for line in range(others):  # beside the one segment and three steps
-        program.malloc(512, stack(f"b.py:{line} other"))
-    steps = find_steps(only(program))
-    assert (None if steps is None else len(steps.begins)) == count
-
-
-def test_free_units_of_an_expandable_segment_are_not_pinned():
-    program = Program("expandable_segments:True")
-    first = program.malloc(30 * MIB, stack("a.py:1 first"))
-    program.malloc(2 * MIB, stack("a.py:2 second"))
-    program.malloc(60 * MIB, stack("a.py:3 third"))
-    program.free(first)
-    found = only(program)
-    state, _ = measure_fragmentation(found, found.end)
-    # The first block leaves one whole unit of 20 MiB, and 10 MiB of the next; 28 MiB lie behind the third one.
-    assert state.reserved_bytes == 100 * MIB
-    before = program.recorder.allocator.counters.reserved_bytes
-    program.recorder.allocator.empty_cache()
-    assert state.releasable_bytes == before - program.recorder.allocator.counters.reserved_bytes > 0
-    assert state.releasable_bytes + state.pinned_bytes == state.free_bytes
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
@@ -246,13 +202,6 @@ def test_leaks_are_found_by_the_period():
     assert (leak.per_step_bytes, leak.allocated_bytes, leak.count, leak.steps) == (3 * MIB, 18 * MIB, 6, 6)
 
 
-def test_no_leak_where_nothing_piles_up():
-    found = only(training(steps=6))
-    steps = find_steps(found)
-    assert steps is not None and len(steps.begins) == 6
-    assert find_leaks(found, steps) == []
-
-
 def test_layers_are_no_steps():
     """One forward of many layers, whose activations pile up as they should, and a loop that builds the layers."""
     program = Program()
@@ -264,54 +213,6 @@ def test_layers_are_no_steps():
                 5 * MIB, stack(f"block.py:{line} forward", "call", "model.py:9 forward", "call", op="mul_Tensor")
             )
     assert find_steps(only(program)) is None
-
-
-def test_two_steps_are_too_few():
-    assert find_steps(only(training(steps=2, leak=True))) is None
-
-
-def test_annotated_optimizer_steps():
-    program = training(steps=4)
-    snapshot = program.snapshot()
-    (found,) = build_recordings(snapshot)
-    times = [event.time_us for event in found.events]
-    notes = [
-        {"name": "Optimizer.step#AdamW.step", "stage": stage, "device": 0, "time_us": times[at] + offset}
-        for at in (10, 20, 30)
-        for stage, offset in (("START", 0), ("END", 1))
-    ]
-    steps = find_steps(found, notes)
-    assert steps is not None and len(steps.begins) == 4
-    assert steps.found_by == "3 annotated optimizer steps"
-    assert find_steps(found, [{**note, "device": 1} for note in notes]) != steps
-
-
-def test_what_if():
-    """Odd sizes leave holes that only expandable segments fill."""
-    program = Program()
-    for size in (21, 33, 47, 61):
-        blocks = [program.malloc(size * MIB, stack("a.py:1 grow")) for _ in range(3)]
-        program.free(*blocks)
-    found = only(program)
-    result = what_if(found, parse_config("expandable_segments:True"))
-    assert result.before.peak_reserved_bytes == result.recorded_peak_reserved_bytes == found.peak("reserved")[0]
-    assert result.after.peak_reserved_bytes < result.before.peak_reserved_bytes
-    assert result.saved_bytes == result.before.peak_reserved_bytes - result.after.peak_reserved_bytes
-    # Blocks of segments of their own keep what their segment has too much; those of expandable ones do not.
-    assert (result.before.peak_allocated_bytes, result.after.peak_allocated_bytes) == (3 * 62 * MIB, 3 * 61 * MIB)
-    same = what_if(found, found.replay.config)
-    assert same.before == same.after
-
-
-def test_what_if_keeps_empty_cache():
-    program = Program()
-    program.free(program.malloc(100 * MIB, stack("a.py:1 first")))
-    program.recorder.allocator.empty_cache()
-    program.malloc(60 * MIB, stack("a.py:2 second"))
-    found = only(program)
-    result = what_if(found, found.replay.config)
-    assert result.before.peak_reserved_bytes == 100 * MIB
-    assert result.before.final_reserved_bytes == 60 * MIB
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -201,6 +201,7 @@ class Session:
         self.schedule = lambda: self
 
 
+@pytest.mark.nightly
 def test_what_the_program_has_dropped_is_named_by_its_cycle() -> None:
     """The search allocates many objects: it must not run the collector, which would free what it is about."""
     with memprof.virtual_gpu("h100-80gb") as gpu:

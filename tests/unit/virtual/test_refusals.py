@@ -16,7 +16,6 @@ from memprof.flows.gpus import resolve_settings
 from memprof.trace.events import EventKind
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.virtual import VirtualGpu
-from tests.lanes import by_day
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -113,7 +112,8 @@ def test_an_error_after_one_that_was_handled():
     assert gpu.trace.failure is not None and len(gpu.trace.refused) == 1
 
 
-@pytest.mark.parametrize("checkpointed", by_day([False, True], False))
+@pytest.mark.nightly
+@pytest.mark.parametrize("checkpointed", [False, True])
 def test_in_a_backward(checkpointed):
     """Nothing of an operator that was refused stays: neither its temporaries nor its outputs."""
     with small_gpu(0.5) as gpu:

@@ -8,6 +8,7 @@ from memprof.errors import UsageError
 from memprof.flows.profile import profile
 from memprof.report.documents.report import Report
 from memprof.spec import TargetSpec
+from tests.lanes import by_day
 
 _TEXT = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
@@ -60,7 +61,7 @@ def _run(folder, architecture, mode="train", **config) -> Report:
     return profile(TargetSpec(model=str(folder), batch_size=2, mode=mode, gpu_vram_bytes=8 << 30, **length))[1]
 
 
-@pytest.mark.parametrize("architecture", CASES)
+@pytest.mark.parametrize("architecture", by_day(CASES, *[*CASES][::3]))
 def test_it_is_trained_and_said_rightly(architecture, tmp_path):
     model_type, config, tokens = CASES[architecture]
     asked = {} if tokens is None else {"context": 48}

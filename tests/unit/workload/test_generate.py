@@ -79,7 +79,10 @@ def test_the_cache_has_its_true_size(tmp_path):
     "config",
     [
         {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 4},
-        {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "attention_hidden_size": 64},
+        pytest.param(
+            {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "attention_hidden_size": 64},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["Mamba", "RWKV"],
 )

@@ -31,7 +31,7 @@ def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
     assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_made_at_once_is_what_would_be_made_in_turn(monkeypatch):
     spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
     answers = []

@@ -78,11 +78,12 @@ def test_the_script_comes_to_the_peak_that_was_claimed(one, spec, tmp_path):
     "one",
     [
         way("fsdp", activations=CHECKPOINTED),
-        pytest.param(way("fsdp:shard_grad_op", "amp"), marks=pytest.mark.nightly),
-        pytest.param(way("ddp", "amp", times=2), marks=pytest.mark.nightly),
+        way("fsdp:shard_grad_op", "amp"),
+        way("ddp", "amp", times=2),
     ],
     ids=lambda one: one.parallel,
 )
+@pytest.mark.nightly
 def test_accelerate_comes_to_it_too(one, spec, tmp_path):
     made = one.make_spec(make_base_spec(Goal.FULL, spec.edit(gpus=1)))
     claimed = profile(made, with_details=False)[1]

@@ -104,6 +104,15 @@ def limit(largest: int | None) -> LargestSearch:
         (profiled(fits=False, ladder=ladder(False, False, True, True)), ("the first row that fits, in full", "row 2")),
         (profiled(fits=False, ladder=ladder(True, False)), RECOMMEND),  # the baseline is no fix
         (profiled({"fixes": ("bfloat16",)}, fits=False), RECOMMEND),
+        (
+            profiled({"fixes": ("bfloat16",), "adapter": "lora", "gpu_vram_bytes": 8 << 30}, fits=False),
+            (RECOMMEND[0], "memprof recommend --model gpt2 --adapter lora --gpu-vram 8"),
+        ),
+        (profiled({"fixes": ("bfloat16",), "batch_size": 99}, fits=False), RECOMMEND),  # which it looks for
+        (
+            profiled({"fixes": ("bfloat16",), "mode": "inference"}, fits=False),
+            (RECOMMEND[0], "memprof recommend --model gpt2 --mode inference --gpu h100-80gb"),
+        ),
         (profiled({"fixes": ("bfloat16",), "vocab_size": 9}, fits=False), FIXES),  # it takes no vocabulary
         (ran(), ("whether later steps take more", f"{RUN} --steps 20 {SCRIPT}")),
         (ran(steps=20), None),

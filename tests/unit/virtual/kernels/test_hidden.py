@@ -67,44 +67,11 @@ def test_a_sum_of_everything_takes_what_was_recorded() -> None:
     assert Reduction.of(empty(1_966_080, dtype=torch.bool), [0], 1).compute_buffers(48, 1536) == [144, 4]
 
 
-@pytest.mark.parametrize(("sms", "threads", "blocks"), [(128, 1536, 384), (132, 2048, 528), (40, 1024, 80)])
-def test_a_sum_of_everything_is_split_over_the_blocks_that_the_gpu_runs(sms: int, threads: int, blocks: int) -> None:
-    # One output: blocks of 512 threads, so 3, 4 and 2 of them on a multiprocessor.
-    assert buffers(empty(1 << 23), [0], sms, threads) == [4 * blocks, 4]
-
-
-def test_a_sum_of_everything_is_split_by_16_values_a_thread_when_that_is_fewer_blocks() -> None:
-    # 1,048,576 / (512 threads) = 2,048 values a thread: 128 blocks of 16.
-    assert buffers(empty(1 << 20), [0]) == [512, 4]
-
-
 def test_outputs_that_are_not_a_multiple_of_four_are_made_by_twos_or_one_by_one() -> None:
     # 1,022 outputs by twos: 511 columns of at most 256 threads, 32 x 8 of them; 2,048 / 8 = 256 values, 16 blocks.
     assert buffers(empty(2048, 1022), [0]) == [4 * 1022 * 16 * 32 * 2, 4 * 16]
     # 1,023 outputs: 32 x 16 threads in 32 columns; 3 blocks on each of 128 multiprocessors are 384, 12 for a column.
     assert buffers(empty(4096, 1023), [0]) == [4 * 1023 * 12 * 32, 4 * 32]
-
-
-def test_dimensions_that_are_one_walk_through_memory_are_merged() -> None:
-    assert Reduction.of(empty(4, 512, 1024), [0, 1], 4).reduced_dims == ((2048, 1024),)
-    assert Reduction.of(empty(4, 1, 1024), [0, 2], 4).reduced_dims == ((4096, 1),)
-    assert Reduction.of(empty(4, 512, 1024), None, 4) == Reduction(((4 * 512 * 1024, 1),), (), 4, 4)
-    assert Reduction.of(empty(()), None, 4).compute_buffers(SMS, THREADS) == []
-
-
-def test_kept_dimensions_are_in_the_order_of_the_result_and_reduced_ones_by_stride() -> None:
-    tensor = empty(6, 5, 4, 3).permute(3, 2, 1, 0)  # strides 1, 3, 12, 60 of sizes 3, 4, 5, 6
-    assert Reduction.of(tensor, [0, 1], 4).reduced_dims == ((12, 1),)
-    assert Reduction.of(tensor, [0, 1], 4).kept_dims == ((6, 60), (5, 12))
-    expanded = empty(7, 1, 3).expand(7, 5, 3)
-    assert Reduction.of(expanded, None, 4).reduced_dims == ((3, 1), (5, 0), (7, 3))
-
-
-def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
-    # Of 2 GiB of float32 the last value begins below 2 ** 31 bytes; with one more there are two launches.
-    assert len(Reduction.of(empty(1 << 29), None, 4).split()) == 1
-    parts = Reduction.of(empty((1 << 29) + 1), None, 4).split()
-    assert [part.reduced_dims for part in parts] == [((1 << 28, 1),), (((1 << 28) + 1, 1),)]
 
 
 def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
@@ -133,20 +100,6 @@ def hidden_sizes(run: object, *shapes: tuple[int, ...], dtype: torch.dtype = tor
     return [storage.num_bytes for storage in trace.storages if storage.hidden]
 
 
-def test_reductions_of_a_run_take_their_buffers() -> None:
-    shape = (4, 512, 1024)
-    assert hidden_sizes(lambda x: x.sum((0, 1)), shape) == [16_777_216, 32]
-    assert hidden_sizes(lambda x: x.mean((0, 1)), shape) == [16_777_216, 32]
-    assert hidden_sizes(lambda x: x.sum((0, 1)), shape, dtype=torch.bfloat16) == [16_777_216, 32]
-    assert hidden_sizes(lambda x: x.amax((0, 1)), shape) == [16_777_216, 32]
-    assert hidden_sizes(lambda x: x.argmax(), shape) == [16 * 256, 4]  # 2 ** 21 / 512 = 4,096 values, 256 blocks
-    assert hidden_sizes(lambda x: x.max(), shape) == [4 * 256, 4]
-    assert hidden_sizes(lambda x: x.norm(), shape) == [4 * 256, 4]
-    assert hidden_sizes(lambda x: x.any(), shape, dtype=torch.bool) == [256, 4]
-    assert hidden_sizes(lambda x: x.var(), shape) == [16 * 256, 4]
-    assert hidden_sizes(lambda x: x.sum(-1), shape) == []
-
-
 def test_summing_a_mask_first_makes_integers_of_it() -> None:
     assert hidden_sizes(lambda x: x.sum(), (100,), dtype=torch.bool) == [800]
     assert hidden_sizes(lambda x: x.sum(), (100,), dtype=torch.int64) == []
@@ -158,14 +111,6 @@ def test_cublaslt_adds_one_row_and_takes_no_workspace_for_a_matrix() -> None:
     assert not adds_bias_row((empty(8, 32), first, second))
     assert not adds_bias_row((empty(1), first, empty(16, 1)))
     assert not adds_bias_row((empty(64)[::2], first, second))
-
-
-def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
-    query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
-    assert attention.compute_flash_backward_scratch((None, query, key), GPU) == [
-        4 * 2 * 8 * 1024,
-        4 * 2 * 1024 * 8 * 96,
-    ]
 
 
 def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
@@ -208,17 +153,6 @@ def test_volta_sums_by_operators_what_registers_do_not_hold(gpu: str, head: int,
     assert taken[:-1] == ([product] * 3 + [sums, sums] if by_operators else [sums])
 
 
-def test_efficient_attention_backward_stages_keys_and_values_that_registers_do_not_hold() -> None:
-    tile = 16 + 4 * 64 * 64
-    splits = -(-100 // 64)
-    # Blocks of 64 rows: gradients of keys and values in float32 for each part of the keys.
-    expected = 16 * (splits * 64 * 2 * 128 * 4 + 2 * 2 * tile)
-    assert efficient_backward((2, 8, 100, 128), torch.bfloat16) == [6400, expected]
-    # Stable Diffusion's heads of 80 have a kernel of their own there, without dropout.
-    assert efficient_backward((2, 8, 100, 80), torch.bfloat16) == [6400, 16 * 2 * (16 + 4 * 128 * 64)]
-    assert efficient_backward((2, 8, 100, 80), torch.bfloat16, dropout_p=0.1) == [6400, expected]
-
-
 def test_efficient_attention_backward_of_sequences_one_after_another() -> None:
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         query = torch.zeros(1, 300, 8, 64, device="cuda")
@@ -236,16 +170,6 @@ def test_efficient_attention_backward_of_sequences_one_after_another() -> None:
     tiles = 3 * 8 * 2 * (16 + 4 * 64 * 64)
     product = 4 * 300 * 8 * 64
     assert sizes == [product] * 3 + [product, 4 * 8 * 300, 4 * 8 * 300, tiles]
-
-
-def test_adding_at_indices_takes_what_was_recorded() -> None:
-    # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
-    # and cub's one byte.
-    index = empty(512, dtype=torch.int64)
-    assert indexing.compute_index_put_scratch((empty(10, 4), [index], empty(512, 4), True, True), GPU) == [4096] * 5 + [
-        1
-    ]
-    assert indexing.compute_index_put_scratch((empty(10, 4), [index], empty(512, 4), False), GPU) == []
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_one_of_rows_and_a_zero() -> None:
@@ -308,18 +232,6 @@ def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> Non
 def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
     images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
     assert pooling.compute_upsample_2d_copies((images, [12, 12]), GPU) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
-
-
-def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
-    weight = empty(16)[::2]
-    assert normalization.compute_layer_norm_copies((empty(4, 8), [8], weight, None)) == [32]
-    assert normalization.compute_layer_norm_backward_copies(
-        (empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)
-    ) == [
-        32,
-        32,
-    ]
-    assert normalization.compute_rms_norm_backward_copies((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
 
 
 @pytest.mark.skipif(not normalization.HAS_FUSED_RMS_NORM, reason="this torch has no fused RMS norm")

@@ -13,7 +13,7 @@ from memprof.device.catalog import find_gpu
 from memprof.trace.events import HOST
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.kernels import indexing, normalization, registry, sorting
+from memprof.virtual.kernels import registry, sorting
 
 GPU = DeviceProperties((8, 0), 108, 2048, (2, 11))
 HOPPER = DeviceProperties((9, 0), 132, 2048, (2, 11))
@@ -48,25 +48,6 @@ def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_val
     assert sorting.radix_sort_bytes(count, 8, 8, 8, HOPPER) == 2048 + 22 * 1024 + 256 + 255
 
 
-def test_short_slices_are_sorted_in_place_with_a_range():
-    assert sorting.compute_sort_scratch((empty(8, 4096),), GPU) == [8 * 4096]
-
-
-def test_one_long_slice_takes_a_range_and_cubs_scratch():
-    assert sorting.compute_sort_scratch((empty(128_256),), GPU) == [
-        8 * 128_256,
-        sorting.radix_sort_bytes(128_256, 4, 8, 32, GPU),
-    ]
-
-
-def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
-    few = sorting.compute_sort_scratch((empty(4, 32_000), -1), GPU)
-    assert few[:3] == [8 * 128_000, 8 * 128_000, 4 * 128_000]
-    many = sorting.compute_sort_scratch((empty(200, 32_000), -1), GPU)
-    assert many[0] == 8 * 6_400_000
-    assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
-
-
 def test_sorts_change_their_way_at_exactly_so_many_values_and_slices():
     assert sorting.compute_sort_scratch((empty(4097),), GPU) == [
         8 * 4097,
@@ -83,11 +64,6 @@ def test_a_sort_of_a_part_copies_nothing():
     assert sorting.compute_sort_scratch((empty(20_000)[:10_000],), GPU) == sorting.compute_sort_scratch(
         (empty(10_000),), GPU
     )
-
-
-def test_a_sort_along_another_dimension_copies_first():
-    count = 5000 * 4
-    assert sorting.compute_sort_scratch((empty(5000, 4), 0), GPU)[:3] == [4 * count, 4 * count, 8 * count]
 
 
 def test_topk_of_few_experts_takes_nothing_and_of_a_vocabulary_a_little():
@@ -211,22 +187,6 @@ def test_what_unique_and_windows_give_keeps_the_room_it_was_made_with(gpu):
     assert values.untyped_storage().nbytes() == counts.untyped_storage().nbytes() == 8000
 
 
-def test_sampling_takes_a_variate_for_each_probability(gpu):
-    weights = torch.rand(4, 32_000, device="cuda")
-    first = len(gpu.trace.storages)
-    torch.multinomial(weights, 1)
-    assert made(gpu, first, "multinomial") == [4 * 4 * 32_000]
-
-
-def test_a_permutation_sorts_random_keys(gpu):
-    first = len(gpu.trace.storages)
-    torch.randperm(100_000, device="cuda")
-    assert made(gpu, first, "randperm")[:4] == [8, 800_000, 800_000, 800_000]
-    first = len(gpu.trace.storages)
-    torch.randperm(1000, device="cuda")  # 24 bits do for so few
-    assert made(gpu, first, "randperm") == [8, 8000, 4000, 4000, 1]
-
-
 def test_indices_of_a_mask_are_one_tensor(gpu):
     data = torch.randn(64, 64, device="cuda")
     mask = torch.arange(64 * 64, device="cuda").view(64, 64) % 2 == 0
@@ -234,44 +194,6 @@ def test_indices_of_a_mask_are_one_tensor(gpu):
     assert data[mask].shape == (2048,)
     nonzero = [s.num_bytes for s in gpu.trace.storages[first:] if gpu.trace.op(s) == "aten.nonzero"]
     assert nonzero == [2 * 2048 * 8]
-
-
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_backward_of_very_many_short_rows_sums_in_blocks():
-    rows, width = 131_072, 256
-    args = (None, empty(rows, width), [width], None, None, None, None, [True, True, True])
-    sizes = normalization.compute_layer_norm_backward_scratch(args, GPU)
-    assert sizes[:2] == [4096 * width * 4] * 2  # 32 rows a block: 4,096 blocks in each of 8 columns of blocks
-    assert normalization.compute_layer_norm_backward_scratch((*args[:7], [True, False, False]), GPU) == []
-    few = (None, empty(65_536, width), *args[2:])
-    assert normalization.compute_layer_norm_backward_scratch(few, GPU) == []
-    wide = (None, empty(rows, 4096), [4096], *args[3:])
-    assert normalization.compute_layer_norm_backward_scratch(wide, GPU) == []
-
-
-def test_the_backward_of_rms_norm_does_so_for_one_parameter():
-    args = (None, empty(131_072, 128, dtype=torch.bfloat16), [128], None, None, [True, True])
-    assert normalization.compute_rms_norm_backward_scratch(args, GPU)[0] == 4096 * 128 * 2
-
-
-def test_group_norm_takes_factors_for_every_channel(gpu):
-    layer = nn.GroupNorm(4, 16).cuda()
-    data = torch.randn(2, 16, 8, 8, device="cuda", requires_grad=True)
-    first = len(gpu.trace.storages)
-    result = layer(data)
-    assert made(gpu, first, "native_group_norm") == [4 * 32, 4 * 32]
-    result.backward(torch.ones_like(result))
-    assert made(gpu, first, "native_group_norm_backward") == [128, 128, 4 * 8, 4 * 8, 128]  # in this order on an H100
-
-
-def test_a_strided_gradient_of_layer_norm_is_copied(gpu):
-    layer = nn.LayerNorm(8).cuda()
-    result = layer(torch.randn(4, 6, 8, device="cuda"))
-    first = len(gpu.trace.storages)
-    result.transpose(0, 1).backward(torch.ones(6, 4, 8, device="cuda"))
-    assert made(gpu, first, "native_layer_norm_backward") == [4 * 192]
 
 
 # -- the others --------------------------------------------------------------------------------------------------------
@@ -284,47 +206,6 @@ def test_clipping_gradients_takes_a_norm_for_every_chunk(gpu):
     first = len(gpu.trace.storages)
     nn.utils.clip_grad_norm_(parameters, 1.0)
     assert made(gpu, first, "_foreach_norm")[0] == 4 * 2 * 4  # the larger has four chunks of 65,536
-
-
-def test_few_indices_of_an_embedding_take_nothing(gpu):
-    table = nn.Embedding(100, 16).cuda()
-    first = len(gpu.trace.storages)
-    table(torch.zeros(3072, dtype=torch.int64, device="cuda")).sum().backward()
-    assert made(gpu, first, "embedding_dense_backward") == [4 * 3072 * 16]  # its gradient, an expanded number, copied
-
-
-def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gpu):
-    table = nn.Embedding(1000, 16, dtype=torch.bfloat16).cuda()
-    indices = torch.zeros(4000, dtype=torch.int64, device="cuda")
-    grad = torch.ones(4000, 16, device="cuda", dtype=torch.bfloat16)
-    result = table(indices)
-    first = len(gpu.trace.storages)
-    result.backward(grad)
-    sizes = made(gpu, first, "embedding_dense_backward")
-    assert sizes[:3] == [32_000] * 3
-    assert sizes[3] == sorting.radix_sort_bytes(4000, 8, 8, 64, GPU)
-    # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
-    assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
-    assert sizes[4] == 32_000
-    live = gpu.recorder.storages.live_bytes
-    parts = [table.weight, table.weight.grad, indices, grad, result]
-    assert live == sum(part.numel() * part.element_size() for part in parts)
-
-
-def test_adding_at_indices_checks_their_bounds_but_not_for_a_gradient(gpu):
-    indices = torch.arange(5000, device="cuda")
-    first = len(gpu.trace.storages)
-    torch.zeros(5000, device="cuda").index_put_((indices,), torch.ones(5000, device="cuda"), accumulate=True)
-    assert made(gpu, first, "index_put_")[:5] == [8, 1, 8, 1, 40_000]
-    first = len(gpu.trace.storages)
-    torch.ones(5000, device="cuda", requires_grad=True)[indices].sum().backward()
-    assert made(gpu, first, "index_put_")[:2] == [40_000, 40_000]
-
-
-def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
-    index = empty(10_000, dtype=torch.int64)
-    sizes = indexing.compute_index_put_scratch((empty(50_000, 4), [index], empty(10_000, 4), True, True), GPU)
-    assert sizes == [80_000] * 5 + [sorting.radix_sort_bytes(10_000, 8, 8, 16, GPU)]
 
 
 @pytest.mark.parametrize(

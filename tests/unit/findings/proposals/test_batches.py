@@ -1,0 +1,155 @@
+"""Smaller batches, and fewer rows at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Context
+from memprof.findings.proposals import batches, micro_batch, pairs
+from memprof.spec import TargetSpec
+from memprof.trace.events import NONE, Event, EventKind, Forward, PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.findings.proposals.proposed import batch, only
+from tests.unit.traces import TraceBuilder
+
+
+def test_rows_of_the_batch_are_halved() -> None:
+    proposal = only(micro_batch.propose(batch((64, 256), (64 * 12, 7, 7), (9, 64, 5), (10, 256))))
+    assert proposal.value == 32
+    # The inputs stay; so does what has no factor of 64.
+    assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [
+        64 * 100, 32 * 256, 32 * 12 * 49, 9 * 32 * 5, 10 * 256,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(batch((2560, 2560), inputs=(50, 100)), id="pairs of other things than samples"),
+        pytest.param(batch((640, 640), (64, 256)), id="pairs of samples"),
+        pytest.param(batch((64, 64, 8), (64, 256)), id="pairs of samples with features"),
+        pytest.param(batch((65, 256)), id="nothing with the batch as a factor"),
+        pytest.param(batch((64, 256), inputs=(1, 100)), id="one sample"),
+    ],
+)
+def test_no_smaller_batches(context: Context) -> None:
+    assert not list(micro_batch.propose(context))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    for _ in range(5):
+        begin = len(b.trace.events)
+        b.enter("", "Net")
+        output = b.new(64, 1000)
+        b.leave()
+        call = Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=(output,))
+        b.trace.forwards.append(call)
+        b.free(*[] if is_kept else [output])
+    assert bool(list(micro_batch.propose(b.context()))) is not is_kept
+
+
+@pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
+def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool) -> None:
+    """A one_hot of a choice for each of 64 samples and 100 layers: of a chunk of one GiB, of less, and of one class,
+    which is as large as the choice."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    b.new(6400, 8, dtype="int64", op="aten.topk")
+    b.new(6400, 8, classes, dtype="int64", op="aten.zeros", line="loss.py:4 balance")
+    context = b.context()
+    chunked = list(pairs.propose(context))
+    assert bool(chunked) == (classes > 1)
+    assert batches_stay == (not list(micro_batch.propose(context)))
+    assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
+
+
+def test_inputs_of_two_lengths_are_no_batch() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for rows in (64, 32):
+        b.new(rows, 100, owner=(Role.INPUT, ""))
+        b.new(rows, 256)
+    assert micro_batch.find_batch_size(b.context()) is None
+    assert micro_batch.find_batch_size(b.context(spec=TargetSpec(model="x", batch_size=8))) == 8
+
+
+def test_batch_normalization_is_told() -> None:
+    """In eval mode it keeps no mean of its batch."""
+    proposal = only(micro_batch.propose(batch((64, 256), (256,), op="aten.cudnn_batch_norm")))
+    assert proposal.value is None and proposal.change.startswith(
+        "add up gradients of batches of 32 (batch normalization"
+    )
+    assert only(micro_batch.propose(batch((64, 256), (0,), op="aten.cudnn_batch_norm"))).value == 32
+
+
+def test_an_inference_has_no_gradients_to_add_up() -> None:
+    proposal = only(micro_batch.propose(batch((64, 256), trains=False)))
+    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+
+
+def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.parameter("weight", 256, 100)
+    trained = b.new(64, 256)
+    b.phase(PhaseKind.BACKWARD)
+    b.free(trained)
+    b.phase(PhaseKind.EVALUATION)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    b.new(64, 512)
+    proposal = only(micro_batch.propose(b.context()))
+    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
+    assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
+
+
+def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:
+    b = TraceBuilder(None)
+    b.phase(PhaseKind.FORWARD)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    b.new(64, 256)
+    b.phase(PhaseKind.BACKWARD)
+    gradient = b.new(256, 100, owner=(Role.GRADIENT, "weight"))
+    events = only(micro_batch.propose(b.context())).trace.events
+    assert events[0] == Event(EventKind.ALLOC, gradient) and events.count(events[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("usable_mib", "ended", "rows"),
+    [
+        (None, False, 8),
+        (None, True, 8),
+        (600, False, 8),
+        (598, False, 4),
+        (348, False, 2),
+        (200, False, 1),
+        (10, False, 1),
+        (1200, True, 8),
+        (1196, True, 4),
+        (328, True, 1),  # 100 MiB, and 62.5 in a segment of 64
+        (326, True, 2),  # not half of the GPU with any, but all of it with two
+        (160, True, 1),
+    ],
+)
+def test_half_of_the_rows_or_the_first_fraction_that_fits(usable_mib: int | None, ended: bool, rows: int) -> None:
+    """Of 1,100 MiB, 1,000 have 16 rows; of a run that has ended, twice as much must be free."""
+    b = TraceBuilder()
+    b.alloc(100 * MIB)
+    batched = b.alloc(1000 * MIB)
+    b.trace.ended_out_of_memory = ended
+    context = b.context(None if usable_mib is None else usable_mib * MIB)
+    assert batches.find_fitting_rows(context, [batched], 16) == rows
+
+
+def test_rows_fit_by_a_replay_where_a_run_wastes_memory() -> None:
+    """Each round needs 50 MiB more for its rows than the segment of the round before has: 1,050 MiB are reserved where
+    nothing is released, but half of the rows have 150 at most."""
+    b = TraceBuilder()
+    batched = []
+    for num_mib in (50, 100, 150, 200, 250, 300):
+        batched.append(b.alloc(num_mib * MIB))
+        b.free(batched[-1])
+    assert batches.find_fitting_rows(b.context(150 * MIB), batched, 16) == 8
+    assert batches.find_fitting_rows(b.context(149 * MIB), batched, 16) == 4

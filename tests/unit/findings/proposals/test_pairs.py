@@ -1,0 +1,130 @@
+"""Pairs of all with all, and calls of torch.func.vmap, in chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Context
+from memprof.findings.proposals import pairs, vmap
+from memprof.trace.events import NONE, Caller, EvalCall, EventKind, Forward, PhaseKind, VmapCall
+from memprof.units import GIB, MIB
+from tests.unit.findings.figures import figures
+from tests.unit.findings.proposals.proposed import listed, only
+from tests.unit.traces import TraceBuilder
+
+
+@pytest.mark.parametrize(
+    ("shapes", "op", "is_told"),
+    [
+        (((4096, 8), (4096, 4096, 8)), "aten.sub", True),
+        (((4096, 8), (4096, 4096)), "aten.mm", True),
+        (((4096, 8), (4096, 64, 64)), "aten.stack", True),
+        (((4096, 8), (4096, 8)), "aten.stack", False),
+        (((4096, 512), (4096, 512)), "aten.add", False),  # as large as its operand
+        (((4096, 512), (4096, 2048)), "aten.mm", False),  # of a wider layer
+        (((4096, 8), (4096, 4096, 8)), "aten.convolution", False),
+    ],
+)
+def test_pairs_are_larger_than_what_they_are_made_of(
+    shapes: tuple[tuple[int, ...], ...], op: str, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*shapes[0], op="aten.randn")
+    b.new(*shapes[1], op=op, line="loss.py:3 loss")
+    found = listed(pairs.propose(b.context()))
+    assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_chunks_are_checkpointed_unless_the_model_was_called_without_gradients(trains: bool) -> None:
+    """In a run that has ended without memory, before a backward."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 8, op="aten.randn")
+    b.trace.forwards.append(Forward(0, len(b.trace.events), NONE, NONE, training=trains, nodes=trains, outputs=()))
+    b.new(4096, 4096, 8, op="aten.sub")
+    b.trace.trains, b.trace.ended_out_of_memory = trains, True
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) == trains
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_chunks_of_an_evaluation_between_steps_are_not_checkpointed(is_evaluation: bool) -> None:
+    """From eval() on until the next forward or backward."""
+    b = TraceBuilder()
+    calls = [EvalCall(len(b.trace.events), NONE, NONE)]
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.OTHER)
+    calls.append(EvalCall(len(b.trace.events), NONE, NONE))
+    b.trace.eval_calls = calls[: 1 + is_evaluation]
+    b.new(4096, 8, op="aten.randn")
+    b.new(4096, 4096, 8, op="aten.sub")
+    assert ("checkpoint" in only(pairs.propose(b.context())).change) != is_evaluation
+
+
+def test_a_square_of_weights_is_no_pairs() -> None:
+    b = TraceBuilder()
+    b.parameter("nodes", 4096, 8)
+    b.phase(PhaseKind.FORWARD)
+    b.new(4096, 4096)
+    assert not list(pairs.propose(b.context()))
+
+
+def test_chunks_of_pairs_have_a_gibibyte() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(32768, 8, op="aten.randn")
+    b.new(32768, 32768, op="aten.sub")
+    b.new(32768, 32768, op="aten.pow")
+    b.new(32768, op="aten.sum")
+    sizes = [storage.num_bytes for storage in only(pairs.propose(b.context())).trace.storages]
+    assert sizes == [MIB, GIB, GIB, 4 * 32768]
+    assert figures(only(pairs.propose(b.context())).change) == ["8192", "32768", "[32768 x 32768]", "model.py:1"]
+
+
+def vmapped(*, ended: bool) -> Context:
+    """100 gradients of a parameter, each with 10 MiB for what it is computed from."""
+    b = TraceBuilder()
+    b.parameter("weight", 256, 1024)
+    begin = len(b.trace.events)
+    inner = b.alloc(1000 * MIB)
+    b.trace.storages[inner] = b.trace.storages[inner]._replace(shape=(100, 10 * MIB))
+    b.new(100, 256, 1024, line="model.py:2 loss")
+    if ended:
+        b.free(inner)
+    b.trace.ended_out_of_memory = not ended
+    b.trace.sources.append("train.py:7 main")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 100, "vmap", len(b.trace.sources) - 1))
+    b.empty_cache()
+    return b.context(900 * MIB if ended else 1050 * MIB)
+
+
+@pytest.mark.parametrize(("ended", "rows"), [(True, 50), (False, 25)])
+def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
+    """Of a call that has ended without memory, what has the shape of a gradient is the result."""
+    context = vmapped(ended=ended)
+    proposal = only(vmap.propose(context))
+    assert proposal.change == f"chunk_size={rows} in torch.func.vmap at train.py:7, which takes 100 rows at once"
+    sizes = [storage.num_bytes for storage in proposal.trace.storages]
+    assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
+    assert [event.kind for event in proposal.trace.events if event.ref == 3] == [EventKind.ALLOC, EventKind.FREE]
+
+
+def test_what_the_called_function_has_made_is_no_input_of_the_call() -> None:
+    """jacrev calls its function before it calls vmap: a batch of that function's tensors is not the result."""
+    b = TraceBuilder()
+    b.parameter("scales", 1024)
+    b.trace.sources.append("train.py:7 main")
+    b.trace.callers.append(Caller(b.new(1024, 1024, line="model.py:2 residual"), 1, "torch.func.jacrev"))
+    begin = len(b.trace.events)
+    failed = b.new(1024, 1024, 1024, line="model.py:3 residual")
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 1))
+    b.trace.ended_out_of_memory = True
+    assert only(vmap.propose(b.context(GIB))).trace.storages[failed].num_bytes < GIB
+
+
+def test_pairs_in_such_a_call_are_not_its_own() -> None:
+    b = TraceBuilder(PhaseKind.OTHER)
+    b.new(1024, 8, op="aten.randn")
+    begin = len(b.trace.events)
+    b.new(1024, 1024, 8, op="aten.sub")
+    assert list(pairs.propose(b.context()))
+    b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 0))
+    assert not list(pairs.propose(b.context()))

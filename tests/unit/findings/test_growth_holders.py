@@ -1,0 +1,161 @@
+"""Who keeps what piles up, and how it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memprof.findings.growth import (
+    Key,
+    LeakGroup,
+    by_holder,
+    describe_holder,
+    find_holder,
+    find_idle_holder,
+    format_holders,
+    holder_evidence,
+    holder_fix_evidence,
+    holder_key,
+    is_running_sum,
+    make_key,
+)
+from memprof.trace.events import AUTOCAST_KIND, CycleKind, Holder
+from memprof.units import MIB
+from tests.unit.findings.growing import LOSSES
+from tests.unit.traces import TraceBuilder
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "list `losses`"),
+        ({"kind": ""}, "variable `losses`"),
+        ({"kind": "", "name": "self.losses"}, "attribute `self.losses`"),
+        ({"name": "self.losses"}, "list `self.losses`"),
+        ({"kind": CycleKind.OBJECTS, "name": "A.b -> A"}, "a reference cycle, A.b -> A"),
+    ],
+)
+def test_a_holder_is_named_by_its_kind(change: dict[str, Any], text: str) -> None:
+    holder = LOSSES._replace(**change)
+    assert describe_holder(holder) == text
+    assert format_holders(None, holder) == f", kept by {text} (x/train.py:9)"
+    assert format_holders(holder._replace(fills=False)) == f", kept by {text}"
+    assert format_holders(None) == ""
+    twice = f", kept by {text} (x/train.py:9) and {text} (x/train.py:9)"
+    assert format_holders(holder, holder) == twice
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({}, ", filled at x/train.py:9"),
+        ({"fills": False}, " of x/train.py:9"),
+        ({"source": None}, ""),
+        ({"kind": CycleKind.OBJECTS}, ", closed at x/train.py:9"),
+    ],
+)
+def test_the_line_of_a_holder(change: dict[str, Any], place: str) -> None:
+    holder = LOSSES._replace(**change)
+    evidence = holder_evidence(holder)
+    assert evidence.text == f"kept by {describe_holder(holder)}{place}" and evidence.source == holder.source
+
+
+@pytest.mark.parametrize(
+    ("holder", "text"),
+    [
+        (None, "fix: drop it"),
+        (LOSSES, "fix at x/train.py:9: drop it"),
+        (LOSSES._replace(fills=False), "fix: drop it"),
+        (LOSSES._replace(has_reset=True), "fix at x/train.py:9: call reset() at the end of each epoch, or drop it"),
+    ],
+)
+def test_the_fix_is_at_the_line_that_fills_the_holder(holder: Holder | None, text: str) -> None:
+    evidence = holder_fix_evidence(holder, "drop it")
+    assert evidence.text == text
+    assert evidence.source == (LOSSES.source if " at " in text.partition(":")[0] else None)
+
+
+@pytest.mark.parametrize("change", [{"kind": "dict"}, {"name": "outputs"}, {"source": "/x/train.py:10 main"}])
+def test_holders_are_the_same_by_kind_name_and_line(change: dict[str, str]) -> None:
+    assert holder_key(LOSSES) == holder_key(LOSSES._replace(event=5, storages=(1,), nodes=3))
+    assert holder_key(LOSSES) != holder_key(LOSSES._replace(**change)) and holder_key(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"kind": "", "node_steps": 2}, True),
+        ({"kind": "", "node_steps": 1}, False),
+        ({"kind": "list", "node_steps": 2}, False),
+    ],
+)
+def test_a_running_sum_is_a_tensor_with_a_graph_of_several_steps(change: dict[str, Any], expected: bool) -> None:
+    assert is_running_sum(LOSSES._replace(**change)) is expected
+
+
+GRAPH = LOSSES._replace(storages=(1,), nodes=5, node_steps=2)
+
+
+def leaking() -> tuple[TraceBuilder, LeakGroup, set[Key]]:
+    """Three kinds of tensors; the leak is the first of them, and leaks are the first two."""
+    b = TraceBuilder()
+    made = [b.alloc(MIB, op=op) for op in ("aten.a", "aten.b", "aten.c", "aten.a")]
+    keys = [make_key(b.trace, index) for index in made]
+    return b, LeakGroup(keys[0], (0,), MIB, MIB), {keys[0], keys[1]}
+
+
+@pytest.mark.parametrize(
+    ("holders", "expected"),
+    [
+        ([], None),
+        ([LOSSES._replace(storages=(2,))], None),
+        ([LOSSES._replace(storages=(1,))], None),  # which has no graph
+        ([LOSSES._replace(storages=(1,), nodes=5)], 0),
+        ([LOSSES._replace(storages=(2,), nodes=5)], None),
+        ([LOSSES._replace(kind="", nodes=5, node_steps=2)], 0),
+        ([LOSSES._replace(kind="", nodes=0, node_steps=2)], None),
+        ([LOSSES._replace(storages=(1,), nodes=5), LOSSES._replace(name="a", storages=(0,))], 1),
+        ([LOSSES._replace(storages=(0,)), LOSSES._replace(name="a", storages=(0, 3))], 1),
+        ([GRAPH._replace(nodes=9, node_steps=1), GRAPH._replace(name="a")], 1),
+        ([GRAPH._replace(nodes=9), GRAPH._replace(name="a")], 0),
+    ],
+)
+def test_who_keeps_a_leak(holders: list[Holder], expected: int | None) -> None:
+    """Who has its kind, most of it; else who has the largest graph of a leak, or of a sum."""
+    b, leak, keys = leaking()
+    b.trace.holders = holders
+    assert find_holder(b.trace, leak, keys) == (None if expected is None else holders[expected])
+
+
+def test_the_observation_with_the_most_nodes_stands_for_a_holder() -> None:
+    b, leak, _ = leaking()
+    other = LeakGroup(make_key(b.trace, 2), (2,), MIB, MIB)
+    b.trace.holders = [
+        LOSSES._replace(storages=(0,), nodes=2),
+        LOSSES._replace(storages=(), nodes=7),
+        LOSSES._replace(name="a", nodes=9),
+    ]
+    # The other leak is of no holder, and is taken for what its graph has saved.
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[1]: [leak, other]}
+    b.trace.holders = b.trace.holders[:1]
+    b.trace.holders[0] = LOSSES._replace(storages=(0,))
+    assert by_holder(b.trace, [leak, other]) == {b.trace.holders[0]: [leak], None: [other]}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((), None),
+        ((((2,), "list"),), None),
+        ((((0,), "list"), ((0, 1, 2), "dict")), 1),
+        ((((0,), "list"), ((0, 1), AUTOCAST_KIND)), 0),
+    ],
+)
+def test_what_was_seen_to_keep_most_unused(
+    kinds: tuple[tuple[tuple[int, ...], str], ...], expected: int | None
+) -> None:
+    b = TraceBuilder()
+    b.trace.idle_holders = [LOSSES._replace(kind=kind, storages=storages) for storages, kind in kinds]
+    found = find_idle_holder(b.trace, [0, 1])
+    assert found == (None if expected is None else b.trace.idle_holders[expected])

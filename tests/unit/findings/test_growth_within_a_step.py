@@ -1,0 +1,125 @@
+"""What piles up within a step, over its micro-batches or calls of the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Finding, Severity, memory_growth
+from memprof.findings.edits import Edit, EditKind
+from memprof.findings.growth_until_peak import GrowthUntilPeak
+from memprof.findings.memory_growth import find
+from memprof.trace.events import NONE, Forward, PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.findings.growing import KEPT, LOSSES, MILLION
+from tests.unit.traces import TraceBuilder
+
+
+def found(b: TraceBuilder) -> list[Finding]:
+    return find(b.context(1000 * MIB))
+
+
+def micro_batches(number: int, kept_of_each: int) -> TraceBuilder:
+    """Two steps, in whose micro-batches tensors stay until the optimizer's step."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    for step in (1, 2):
+        made: list[int] = []
+        for micro_batch in range(1, number + 1):
+            b.phase(PhaseKind.FORWARD, step, micro_batch)
+            made += [b.new(MILLION, line=KEPT) for _ in range(kept_of_each)]
+            b.phase(PhaseKind.BACKWARD, step, micro_batch)
+            b.phase(PhaseKind.OTHER, step)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.free(*made)
+        b.phase(PhaseKind.OTHER, step)
+    return b
+
+
+def test_what_grows_over_the_micro_batches_of_a_step() -> None:
+    (finding,) = found(micro_batches(6, 2))
+    assert "grows by 2.00 MiB a backward pass over 6 backward passes, to 12.00 MiB at the peak" in finding.title
+    assert ".detach()" in finding.evidence[-1].text
+
+
+@pytest.mark.parametrize(("fills", "fix"), [(True, "fix at x/train.py:9: keep of"), (False, "fix: keep of")])
+def test_a_variable_that_keeps_graphs_from_pass_to_pass_is_named_with_its_place(fills: bool, fix: str) -> None:
+    b = micro_batches(6, 2)
+    b.trace.holders.append(LOSSES._replace(kind="", fills=fills, storages=(1, 2, 3), nodes=20))
+    (finding,) = found(b)
+    place = "" if fills else " (x/train.py:9)"
+    assert finding.evidence[-1].text.startswith(f"{fix} variable `losses`{place} for the next pass")
+
+
+def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:
+    """A run that calls its model `number` times, each for a MiB of `owner`, before a backward that it never reaches."""
+    b = TraceBuilder()
+    b.parameter("weight", 100)
+    b.trace.sources.append("train.py:5 main")
+    source = len(b.trace.sources) - 1
+    for _ in range(number):
+        b.phase(PhaseKind.FORWARD)
+        begin = len(b.trace.events)
+        b.new(MILLION, owner=owner)
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), NONE, source, True, 5, ()))
+        b.phase(PhaseKind.OTHER)
+    b.trace.last_uses = list(range(len(b.trace.storages)))
+    return b
+
+
+def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> None:
+    (finding,) = find(calls_before_one_backward(80).context(64 * MIB))
+    assert finding.is_decisive and "grows by 1.00 MiB a call over " in finding.title
+    assert finding.severity is Severity.WARNING  # 1 MiB a call would be a note, if it were not the cause
+    assert finding.evidence[-1].text.startswith("fix: call backward() after each call at train.py:5")
+    assert not find(calls_before_one_backward(80).context(1000 * MIB))
+    b = calls_before_one_backward(80)
+    b.trace.may_train = False  # no backward is to come: it is an evaluation with gradients
+    assert not find(b.context(64 * MIB))
+
+
+@pytest.mark.parametrize(("first", "is_keeper"), [(4, True), (5, False)])
+def test_what_has_tensors_of_most_calls_keeps_them(first: int, is_keeper: bool) -> None:
+    """Of the 8 calls before it was found, the last 5 or 4: weights of the inner steps of one task are such a dict."""
+    b = calls_before_one_backward(80)
+    event = b.trace.forwards[8].begin
+    b.trace.holders.append(LOSSES._replace(event=event, storages=tuple(range(first, 9)), nodes=20))
+    (finding,) = find(b.context(64 * MIB))
+    assert ("kept by list `losses`" in finding.title) == is_keeper
+
+
+def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
+    """The inner steps of a task, and the call whose loss is summed."""
+    b = calls_before_one_backward(80)
+    b.trace.sources.append("train.py:9 main")
+    b.trace.forwards[-1] = b.trace.forwards[-1]._replace(source=len(b.trace.sources) - 1)
+    (finding,) = find(b.context(64 * MIB))
+    assert "backward() for each part" in finding.evidence[-1].text and finding.evidence[-1].source is None
+
+
+def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:
+    b = micro_batches(6, 1)
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    b.trace.holders.append(LOSSES._replace(storages=tuple(made), nodes=20))
+    (finding,) = found(b)
+    assert finding.edit == Edit(EditKind.KEEP_DETACHED, "/x/train.py:9 main", "losses")
+    assert "for the next pass" in finding.evidence[-1].text
+    b.trace.holders[0] = b.trace.holders[0]._replace(nodes=0)
+    assert found(b)[0].edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
+
+
+def test_calls_that_go_on_with_the_result_of_the_last_are_none() -> None:
+    assert not find(calls_before_one_backward(80, owner=None).context(64 * MIB))
+
+
+def test_two_models_that_take_turns_are_none() -> None:
+    assert not found(micro_batches(2, 1))
+
+
+def test_calls_are_freed_at_their_ends() -> None:
+    """What a call has made, and is not over by then, is not."""
+    b = calls_before_one_backward(4)
+    context = b.context()
+    until_peak = GrowthUntilPeak("call", 4, [forward.end - 1 for forward in b.trace.forwards[:3]], {})
+    assert memory_growth._find_ends_of_calls(context, until_peak, [1, 2, 3, 4]) == {
+        index: forward.end for index, forward in enumerate(b.trace.forwards[:3], 1)
+    }
