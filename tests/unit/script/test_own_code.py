@@ -33,8 +33,11 @@ def frame_of(file: Path, text: str) -> FrameType:
         ("run_validation(model)", True),
         ("eval_epoch(model)", True),
         ("with torch.inference_mode():", True),
-        ("Trainer(model, eval_dataset=data)", True),
+        ("Trainer(model, eval_dataset=data)", False),  # evaluates by a strategy alone
         ("eval_strategy='epoch'", True),
+        ('eval_strategy = "no"', False),
+        ('"eval_strategy": "no"', False),
+        ('"eval_strategy": "steps"', True),
         ("trainer.fit(model, val_dataloaders=loader)", True),
         ("model.train()", False),
         ("ast.literal_eval(text)", False),
