@@ -43,8 +43,10 @@ def find(context: Context) -> list[Finding]:
     else:
         comparison = f"{share} of the peak's size; none live at the peak"
     num_copies = len(most.storages)
+    line = evidence.find_own_line(trace, find_first_logits(trace, copies))
+    place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}"
     title = (
-        f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}, "
+        f"Logits: {num_copies} {'copy' if num_copies == 1 else 'copies'} of {evidence.format_shape(shape_2d)}{place}, "
         f"{format_bytes(most.num_bytes)} live at once ({comparison})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
@@ -91,6 +93,11 @@ def find_logits_storages(context: Context) -> list[int]:
         and index not in trace.owners
         and not storage.hidden
     ]
+
+
+def find_first_logits(trace: Trace, copies: list[int]) -> int:
+    """Return the storage that `copies` of logits are copies of: the first of those that a matrix product has made."""
+    return next((index for index in copies if trace.op(trace.storages[index]) in _PRODUCTS), copies[0])
 
 
 def describe(trace: Trace, storage: Storage) -> str:

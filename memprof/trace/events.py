@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import enum
 import itertools
+import os
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -586,6 +587,13 @@ class Trace:
         """Return the recorded callers of the storage `index`, innermost first."""
         begin = bisect.bisect_left(self.callers, (index,))
         return list(itertools.takewhile(lambda caller: caller.storage == index, self.callers[begin : begin + 2]))
+
+    def find_own_line(self, index: int) -> str | None:
+        """Return the line of the program's own code that led to the allocation of the storage `index`, if that is
+        known; else of the library that allocated it."""
+        line, callers = self.source_line(self.storages[index]), self.list_callers(index)
+        is_own = line is None or not os.path.isabs(line)  # files of the program are named relative to its folder
+        return line if is_own or not callers else self.source_at(callers[0].source)
 
     def source_at(self, index: int) -> str | None:
         """Return the `file:line function` with this index in `sources`; None if it is NONE."""

@@ -57,6 +57,11 @@ from tests.unit.traces import TraceBuilder
 ALLOC, FREE = EventKind.ALLOC, EventKind.FREE
 
 
+def smaller(context: Context) -> list[Proposal]:
+    """Smaller batches, of an inference or of a training."""
+    return [*micro_batch.propose_batches(context), *micro_batch.propose(context)]
+
+
 def listed(proposals: Iterable[Proposal]) -> list[Proposal]:
     """The proposals; a line that one names is its source, whose code the report shows."""
     found = list(proposals)
@@ -125,6 +130,21 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     (proposal,) = chunked_loss.propose(b.context())
     change = proposal.change
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
+
+
+@pytest.mark.parametrize(("op", "is_told"), [("aten.scatter", True), ("aten.zeros_like", True), ("aten.add", False)])
+def test_smoothed_targets_as_large_as_the_logits_are_not_needed(op: str, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 50304, 512)
+    b.inputs(1, 8192)
+    b.new(8192, 50304, op="aten.addmm", line="model.py:8 forward")
+    b.new(8192, 50304, op=op, line="loss.py:4 smooth")
+    b.new(8192, 50304, op="aten._log_softmax", line="loss.py:5 smooth")
+    b.new(8192, 50304, op="aten.mul", line="loss.py:6 smooth")
+    b.phase(PhaseKind.BACKWARD)
+    (proposal,) = chunked_loss.propose(b.context())
+    assert ("label_smoothing" in proposal.change) == is_told
+    assert proposal.source == ("loss.py:4 smooth" if is_told else "model.py:8 forward")
 
 
 # -- float64 ----------------------------------------------------------------------------------------------------------
@@ -198,7 +218,7 @@ def test_rows_of_the_batch_are_halved() -> None:
     ],
 )
 def test_no_smaller_batches(context: Context) -> None:
-    assert not list(micro_batch.propose(context))
+    assert not smaller(context)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -213,7 +233,7 @@ def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
         call = Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=(output,))
         b.trace.forwards.append(call)
         b.free(*[] if is_kept else [output])
-    assert bool(list(micro_batch.propose(b.context()))) is not is_kept
+    assert bool(smaller(b.context())) is not is_kept
 
 
 @pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
@@ -228,8 +248,27 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     context = b.context()
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
-    assert batches_stay == (not list(micro_batch.propose(context)))
+    assert batches_stay == (not smaller(context))
     assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
+
+
+@pytest.mark.parametrize(("eye", "is_told"), [((2622, 2622), True), ((2622, 2621), False), (None, False)])
+def test_rows_of_an_identity_are_a_one_hot(eye: tuple[int, int] | None, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    if eye is not None:
+        b.new(*eye, op="aten.eye")
+    b.new(6400, 8, dtype="int64", op="aten._to_copy")
+    b.new(6400, 8, 2622, op="aten.index", line="data.py:4 encode")
+    told = [one for one in pairs.propose(b.context()) if one.change.startswith("a lookup (F.embedding)")]
+    assert bool(told) == is_told and all(one.source == "data.py:4 encode" for one in told)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 8, 8), (4, 3, 8, 8)])
+def test_images_of_one_channel_are_no_beams(shape: tuple[int, ...]) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*shape, owner=(Role.INPUT, ""))
+    assert micro_batch.find_batch_size(b.context()) == 4
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
@@ -251,7 +290,7 @@ def test_batch_normalization_is_told() -> None:
 
 
 def test_an_inference_has_no_gradients_to_add_up() -> None:
-    proposal = only(micro_batch.propose(batch((64, 256), trains=False)))
+    proposal = only(smaller(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
 
 
@@ -264,7 +303,7 @@ def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_b
     b.phase(PhaseKind.EVALUATION)
     b.new(64, 100, owner=(Role.INPUT, ""))
     b.new(64, 512)
-    proposal = only(micro_batch.propose(b.context()))
+    proposal = only(smaller(b.context()))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
     assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
     assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
@@ -847,6 +886,34 @@ def test_weights_that_take_a_quarter_of_the_peak(other_mib: int, is_told: bool) 
     b = weighty(other_mib=other_mib, steps=False)
     assert bool(list(weights.propose_bfloat16(b.context()))) == is_told
     assert bool(list(weights.propose_on_host(b.context()))) == is_told
+
+
+@pytest.mark.parametrize(("frozen_mib", "is_told"), [(18, False), (20, True), (22, True)])
+def test_frozen_weights_may_be_in_float16_on_a_gpu_that_is_slow_in_bfloat16(frozen_mib: int, is_told: bool) -> None:
+    """A quarter of the peak is of a frozen weight, beside an adapter with its gradient."""
+    b = TraceBuilder()
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None, has_bfloat16=False))
+    frozen = b.parameter("base", frozen_mib, MIB // 4)
+    adapter = b.parameter("adapter", MIB // 4)
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(58 * MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(MIB // 4, owner=(Role.GRADIENT, "adapter"))
+    found = listed(weights.propose_frozen(b.context()))
+    assert bool(found) == is_told
+    assert all(mib_of(one)[frozen] == frozen_mib / 2 and mib_of(one)[adapter] == 1 for one in found)
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None))
+    assert not list(weights.propose_frozen(b.context()))
+
+
+def test_frozen_weights_are_known_where_something_is_trained_or_nothing() -> None:
+    """In an inference all are frozen; before any gradient and optimizer, none is known to be."""
+    b = TraceBuilder()
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None, has_bfloat16=False))
+    b.parameter("base", 20, MIB // 4)
+    assert not list(weights.propose_frozen(b.context()))
+    b.phase(PhaseKind.FORWARD)
+    assert len(list(weights.propose_frozen(b.context()))) == 1
 
 
 def test_with_lora_no_weight_has_a_gradient_or_state() -> None:

@@ -521,7 +521,7 @@ class TestScoreStorages:
             b.new(8, 300, LENGTH, op="aten._softmax")
         b.new(1, 300, 300, op="aten._softmax")
         (finding,) = of(b.context(), "attention-scores")
-        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built: 3 tensors,")
+        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built at model.py:1: 3 tensors,")
 
     @pytest.mark.parametrize(
         ("change", "is_score"),
