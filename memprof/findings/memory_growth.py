@@ -172,10 +172,10 @@ def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakG
     """Return the change for states that are carried on with their graphs."""
     changes = []
     for holder in carried:
-        name, _, part = holder.name.partition("[")
-        if part and not part[:-1].isdecimal():  # a key
-            name, part = holder.name, ""
-        code = f"tuple(part.detach() for part in {name})" if part else f"{name}.detach()"
+        name, _, part = holder.name.rpartition("[")
+        is_part = part[:-1].isdecimal()  # of a tuple, and no key
+        name = name if is_part else holder.name
+        code = f"tuple(part.detach() for part in {name})" if is_part else f"{name}.detach()"
         changes.append(f"{name} = {code}")
     fix = f"detach {'it' if len(carried) == 1 else 'them'} {when}: {'; '.join(changes)}"
     if _are_differentiated_again(context, leaks):

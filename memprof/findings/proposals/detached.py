@@ -19,7 +19,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     both is the critic's. (The generator's loss takes one call.) Once there was a step, gradients that nobody uses tell.
     """
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
-    calls = trace.list_calls()
+    calls = [call for call in trace.list_calls() if not _is_loss(trace, call)]
     stepped = any(phase.kind is PhaseKind.OPTIMIZER_STEP for phase in trace.phases)
     if not (trace.ended_out_of_memory and trace.last_uses and len(trace.first_steps) > 1) or stepped or not calls:
         return
@@ -28,7 +28,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     for call in calls[:-1]:
         is_given = any(trace.last_uses[index] >= last.begin for index in call.outputs)
-        if not (call.nodes and is_given and _find_optimizers(trace, call).isdisjoint(_find_optimizers(trace, last))):
+        own, others = _find_optimizers(trace, call, call.end), _find_optimizers(trace, last, len(trace.events))
+        if not (call.nodes and is_given and own and others - own):  # a backward may have used both
             continue
         kept = [
             index
@@ -47,10 +48,16 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
 
 
-def _find_optimizers(trace: Trace, call: Forward) -> set[int]:
-    """Return the positions in `Trace.first_steps` of the optimizers with parameters last used in `call`."""
+def _is_loss(trace: Trace, call: Forward) -> bool:
+    """Return whether a call returns single numbers, as modules of losses do."""
+    return bool(call.outputs) and not any(trace.storages[index].shape for index in call.outputs)
+
+
+def _find_optimizers(trace: Trace, call: Forward, end: int) -> set[int]:
+    """Return the positions in `Trace.first_steps` of the optimizers with parameters that were last used from the begin
+    of `call` to the event `end`."""
     return {
         position
         for position, step in enumerate(trace.first_steps)
-        if any(call.begin < trace.last_uses[index] <= call.end for index in step.parameters)
+        if any(call.begin < trace.last_uses[index] <= end for index in step.parameters)
     }

@@ -412,6 +412,29 @@ class TestAttentionScores:
         assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
         assert finding.fixes == ("sdpa-attention",) == list_fix_names(finding.suggestions)
 
+    @pytest.mark.parametrize(
+        ("class_name", "op", "shape", "is_told"),
+        [
+            ("LlamaAttention", "aten.bmm", (32, 4096, 4096), True),
+            ("GlobalAttn", "aten.bmm", (32, 4096, 4096), True),
+            ("Mixer", "aten.bmm", (32, 4096, 4096), False),
+            ("LlamaAttention", "aten.mm", (32, 4096, 4096), False),
+            ("LlamaAttention", "aten.bmm", (32, 4096, 2048), False),
+        ],
+    )
+    def test_scores_that_memory_runs_out_in(
+        self, class_name: str, op: str, shape: tuple[int, ...], is_told: bool
+    ) -> None:
+        """In their cast to float32, before the softmax; the product is there."""
+        b = TraceBuilder(PhaseKind.FORWARD)
+        b.new(1, 4096, dtype="int64", owner=(Role.INPUT, ""))
+        b.enter("layers.0.attn", class_name)
+        b.new(*shape, op=op, dtype="bfloat16")
+        b.new(1, *shape, op="aten._to_copy", line="attn.py:6 eager")
+        b.leave()
+        b.trace.ended_out_of_memory = True
+        assert bool(of(b.context(2 * GIB), "attention-scores")) == is_told
+
     def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
         b = training(1024, 100)
         for _ in range(4):
