@@ -213,7 +213,7 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
     for indices in groups.values():
         storage = trace.storages[indices[0]]
         module, name = names[indices[0]] if len(indices) == 1 else _mask_all_layer_numbers(names[indices[0]])
-        callers = {next((one.source for one in trace.list_callers(index)), NONE) for index in indices}
+        callers = {next((one.source for one in trace.list_callers(index)[-1:]), NONE) for index in indices}
         result.append(
             LiveTensor(
                 num_bytes=storage.num_bytes,

@@ -211,7 +211,7 @@ def test_parameters_with_names_of_their_own_are_added_to_one_model(*, computes: 
     for number in range(4):
         b.phase(PhaseKind.MODEL)
         weight = b.new(
-            25 * MIB, op="aten.empty", line="/lib/peft.py:3 add", owner=(Role.PARAMETER, f"lora.task{number}")
+            25 * MIB, op="aten.empty", line="/site-packages/peft.py:3 add", owner=(Role.PARAMETER, f"lora.task{number}")
         )
         b.trace.callers.append(Caller(weight, 0, ""))
         b.phase(PhaseKind.FORWARD)
