@@ -165,13 +165,13 @@ def _find_unfinished(context: Context, candidates: Iterable[tuple[int, Storage]]
     failed = trace.storages[oom.storage]
     if failed.module == NONE or not _ATTENTION.search(trace.modules[failed.module].class_name):
         return set()
-    products = {
+    products: set[tuple[int, ...]] = {
         (math.prod(storage.shape), *storage.shape[-2:])
         for _, storage in candidates
         if trace.op(storage) in _BATCHED_PRODUCTS and storage.module == failed.module
     }
-    size, queries, keys = math.prod(failed.shape), *failed.shape[-2:]
-    return {(size, queries, keys)} & products if queries == keys else set()
+    shape = (math.prod(failed.shape), *failed.shape[-2:])
+    return products & {shape} if shape[-1] == shape[-2] else set()
 
 
 def _find_layer_widths(trace: Trace) -> set[int]:

@@ -70,8 +70,8 @@ def _describe_new_line(context: Context, begin: int) -> tuple[str, Evidence] | N
     known = set(_list_lines(context, (index for index, birth in enumerate(births) if birth < begin)))
     made: Counter[int] = Counter()
     for index in context.lifetimes.at_peak:
-        for line in set(_list_lines(context, [index])) - known:
-            made[line] += context.lifetimes.sum_bytes([index])
+        for new in set(_list_lines(context, [index])) - known:
+            made[new] += context.lifetimes.sum_bytes([index])
     if not made:
         return None
     source, num_bytes = made.most_common(1)[0]

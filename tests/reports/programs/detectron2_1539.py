@@ -29,7 +29,7 @@ class Detector(nn.Module):
             x = stage(x)
             maps.append(x)
         top, out = None, []
-        for feature, lateral in zip(reversed(maps), reversed(self.lateral)):
+        for feature, lateral in zip(reversed(maps), reversed(self.lateral), strict=True):
             top = lateral(feature) if top is None else lateral(feature) + F.interpolate(top, size=feature.shape[-2:])
             out.append((self.cls(top).sigmoid().flatten(2).amax(1), self.box(top).flatten(2)))
         return torch.cat([scores for scores, _ in out], 1), torch.cat([boxes for _, boxes in out], 2)

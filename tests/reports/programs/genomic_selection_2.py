@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.norm1(x)
-        attended, weights = self.attn(x, x, x)  # <- cause
+        attended, _ = self.attn(x, x, x)  # <- cause
         x = x + attended
         return x + self.mlp(self.norm2(x))
 

@@ -45,7 +45,7 @@ def train(loader, model, optimizer):
     model.train()
     for input, target in loader:
         input, target = input.cuda(non_blocking=True), target.cuda(non_blocking=True)
-        output, loss = model(input, target)
+        _, loss = model(input, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

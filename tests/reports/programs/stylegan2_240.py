@@ -20,7 +20,7 @@ class Generator(nn.Module):
 
     def forward(self, w):
         x = self.start.expand(len(w), -1, -1, -1)
-        for style, conv in zip(self.styles, self.convs):
+        for style, conv in zip(self.styles, self.convs, strict=True):
             x = F.interpolate(x, scale_factor=2, mode="bilinear")
             x = F.leaky_relu(conv(x * style(w)[:, :, None, None]), 0.2)
         return self.to_rgb(x)
