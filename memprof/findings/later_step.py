@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from memprof.findings import larger_batch
 from memprof.findings.evaluation_with_gradients import find_covered_storages
-from memprof.findings.evidence import file_and_line, is_peak_in_evaluation
+from memprof.findings.evidence import file_and_line, find_call_at, is_peak_in_evaluation
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at
 from memprof.findings.idle_storages import find_phase
@@ -31,6 +31,9 @@ def find(context: Context) -> list[Finding]:
     """
     ledger, allocated = context.ledger, context.ledger.allocated
     if context.spec is not None or is_peak_in_evaluation(context) or not context.phases:
+        return []
+    call = find_call_at(ledger.trace, ledger.peak_event)
+    if call is not None and not call.nodes:  # which trains nothing: an evaluation in training mode, samples
         return []
     step = find_phase(context.phases, ledger.peak_event).step
     # One of several optimizers may have ended this step before the peak.

@@ -94,6 +94,14 @@ def test_a_line_that_every_step_runs_is_none() -> None:
     assert found(steps(4 * MIB, 4 * MIB, 40 * MIB), 80 * MIB) is None
 
 
+@pytest.mark.parametrize(("nodes", "is_told"), [(0, False), (1, True)])
+def test_a_call_without_gradients_is_no_step(nodes: int, *, is_told: bool) -> None:
+    b = steps(0, 0, 40 * MIB)
+    b.trace.modules.append(Module("", "Net", ModuleRole.ROOT, ""))
+    b.trace.forwards.append(Forward(0, len(b.trace.events), 0, 0, True, nodes, ()))
+    assert (found(b, 80 * MIB) is not None) == is_told
+
+
 def test_a_spec_has_no_program() -> None:
     context = steps(0, 0, 40 * MIB).context(80 * MIB, spec=TargetSpec(model="gpt2"))
     assert find(context) == []
