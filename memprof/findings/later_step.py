@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from memprof.findings import larger_batch
+from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, find_call_at, is_peak_in_evaluation
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
@@ -48,8 +49,8 @@ def find(context: Context) -> list[Finding]:
     reason = _describe_new_line(context, begin) or _describe_larger_graph(context, begin)
     if reason is None:
         return []
-    if not context.lifetimes.at_peak.isdisjoint(find_covered_storages(context)):
-        return []  # calls without no_grad, which have a finding of their own
+    if not context.lifetimes.at_peak.isdisjoint(find_covered_storages(context) | find_kept_storages(context)):
+        return []  # evaluations have findings of their own
     text, *fix = reason
     earlier_bytes = max(one.peak_bytes for one in earlier)
     title = (
