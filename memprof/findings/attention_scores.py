@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 
 from memprof.findings import evidence
 from memprof.findings.evidence import find_call_at
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
 from memprof.ledger.categories import Category
-from memprof.trace.events import Forward, Storage, Trace
+from memprof.trace.events import NONE, Forward, Storage, Trace
 from memprof.units import GIB, format_bytes
 
 MIN_LENGTH = 256  # shorter sequences have small scores, and a length may equal a head dimension
@@ -21,6 +23,8 @@ MIN_LAYERS = 3  # whose scores a call keeps: those of one may still be in use wh
 
 PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
+_BATCHED_PRODUCTS = {"aten.bmm", "aten.baddbmm"}
+_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 _IMAGE_OPS = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")  # prefixes of operators that make images
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
@@ -40,6 +44,8 @@ def find(context: Context) -> list[Finding]:
     mask_bytes = max_live.num_bytes - score_bytes
     largest = trace.storages[max(max_live.storages, key=lambda index: trace.storages[index].num_bytes)]
     main_kind = "scores" if score_bytes >= mask_bytes else "masks"
+    line = evidence.find_own_line(trace, min(labels))
+    place = "" if context.spec is not None else f" at {evidence.file_and_line(line)}"
     at_peak = lifetimes.find_live(context.ledger.peak_event, labels)
     share = f"{evidence.percent(max_live.num_bytes, peak_bytes)} of the peak"
     share += "'s size" * (at_peak.num_bytes < max_live.num_bytes)
@@ -47,7 +53,7 @@ def find(context: Context) -> list[Finding]:
         f"{format_bytes(score_bytes)} scores, {format_bytes(mask_bytes)} masks; " if score_bytes and mask_bytes else ""
     )
     title = (
-        f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
+        f"Attention {main_kind} of {largest.shape[-2]} x {largest.shape[-1]} are built{place}: "
         f"{evidence.plural(len(max_live.storages), 'tensor')}, {format_bytes(max_live.num_bytes)} live at once "
         f"({both}{share})"
     )
@@ -137,6 +143,7 @@ def find_score_storages(context: Context) -> dict[int, str]:
         is_score = is_softmax[storage.op] and (size in product_sizes or not is_ambiguous)
         if is_score and (shape[-1] in lengths or shape[-2] == shape[-1]):
             score_shapes.add((size, *shape[-2:]))
+    score_shapes |= _find_unfinished(context, candidates)
     query_key_shapes = {score_shape[1:] for score_shape in score_shapes}
     labels: dict[int, str] = {}
     for index, storage in candidates:
@@ -151,6 +158,24 @@ def find_score_storages(context: Context) -> dict[int, str]:
         if (has_known_lengths or shape[-2:] in query_key_shapes) and _is_mask(trace, storage):
             labels[index] = "mask"
     return labels
+
+
+def _find_unfinished(context: Context, candidates: Iterable[tuple[int, Storage]]) -> set[tuple[int, ...]]:
+    """Return the shapes of square products, or what is made of them, that memory ran out in, before their softmax, in a
+    module that has attention in the name of its class."""
+    trace, oom = context.ledger.trace, context.ledger.out_of_memory
+    if oom is None or not trace.ended_out_of_memory:
+        return set()
+    failed = trace.storages[oom.storage]
+    if failed.module == NONE or not _ATTENTION.search(trace.modules[failed.module].class_name):
+        return set()
+    products: set[tuple[int, ...]] = {
+        (math.prod(storage.shape), *storage.shape[-2:])
+        for _, storage in candidates
+        if trace.op(storage) in _BATCHED_PRODUCTS and storage.module == failed.module
+    }
+    shape = (math.prod(failed.shape), *failed.shape[-2:])
+    return products & {shape} if shape[-1] == shape[-2] else set()
 
 
 def _find_layer_widths(trace: Trace) -> set[int]:

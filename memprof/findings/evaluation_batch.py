@@ -11,8 +11,13 @@ from memprof.findings.evidence import file_and_line, format_shape, tensor_eviden
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import fix_at, is_large
 from memprof.findings.larger_batch import MIN_TIMES
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import PhaseKind, Role, Storage
 from memprof.units import format_bytes
+
+MIN_IMAGE_DIMS = 4  # of a batch of images, which may be cropped in training
+
+_FIX = "evaluate in batches as small as those of training, and put the results together on the host"
+_FIX_OF_LARGER_SAMPLES = "evaluate fewer samples at a time than training has, as each is larger, or parts of them"
 
 
 @rule(59)
@@ -38,12 +43,12 @@ def find(context: Context) -> list[Finding]:
         return []
     storage = trace.storages[batch]
     counterparts = [
-        index
-        for index in _list_training_inputs(context, inputs)
-        if trace.storages[index].shape[1:] == storage.shape[1:] and trace.storages[index].dtype == storage.dtype
+        index for index in _list_training_inputs(context, inputs) if _is_alike(trace.storages[index], storage)
     ]
     if not counterparts:
         return []
+    of_one_size = [index for index in counterparts if trace.storages[index].shape[1:] == storage.shape[1:]]
+    counterparts = of_one_size or counterparts
     usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in counterparts)[1]
     times = storage.num_bytes / max(1, trace.storages[usual].num_bytes)
     other_bytes = _find_peak_outside_evaluations(context)
@@ -56,7 +61,7 @@ def find(context: Context) -> list[Finding]:
         f"{format_bytes(other_bytes)}"
     )
     evidence = (
-        fix_at(line, "evaluate in batches as small as those of training, and put the results together on the host"),
+        fix_at(line, _FIX if of_one_size else _FIX_OF_LARGER_SAMPLES),
         tensor_evidence(trace, batch, f"in evaluation: {format_shape(storage.shape)} {storage.dtype}"),
         tensor_evidence(trace, usual, f"in training: {usual_shape} {storage.dtype}"),
     )
@@ -65,6 +70,12 @@ def find(context: Context) -> list[Finding]:
     decides = has_room and not ledger.run.fits and not find_kept_storages(context)
     num_bytes = ledger.peak_bytes - other_bytes
     return [Finding("evaluation-batch", severity, title, num_bytes, evidence, (), is_decisive=decides)]
+
+
+def _is_alike(one: Storage, other: Storage) -> bool:
+    """Return whether samples of two batches are alike: equally large, or images of equally many channels."""
+    are_images = len(one.shape) == len(other.shape) >= MIN_IMAGE_DIMS and one.shape[1] == other.shape[1]
+    return one.dtype == other.dtype and (one.shape[1:] == other.shape[1:] or are_images)
 
 
 def _list_training_inputs(context: Context, inputs: Iterable[int]) -> list[int]:

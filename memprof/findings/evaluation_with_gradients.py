@@ -20,7 +20,7 @@ from memprof.findings.growth import (
     make_key,
 )
 from memprof.findings.growth_until_peak import find_sum_of_calls
-from memprof.trace.events import Forward, Holder, Trace
+from memprof.trace.events import Forward, Holder, PhaseKind, Trace
 from memprof.units import format_bytes
 
 # Calls at least, where memory ran out: fewer may be of a loss, whose backward was to come (perceptual losses).
@@ -64,7 +64,9 @@ def _find_kept_graphs(context: Context) -> list[_KeptGraphs]:
     training_events = find_training_events(trace)
     by_module: dict[int, list[list[Forward]]] = {}
     # The call in which memory ran out counts only if no backward may have been to come.
-    calls = trace.forwards if trace.may_train else trace.list_calls()
+    failed = trace.failed_forward
+    is_evaluation = failed is not None and _is_switched(trace, [failed])
+    calls = trace.list_calls() if is_evaluation or not trace.may_train else trace.forwards
     for loop in find_call_loops(calls, trace, lambda call: call.nodes > 0 and not (call.training and trace.may_train)):
         by_module.setdefault(loop[0].module, []).extend(_split_trained(context, loop, training_events))
     result = []
@@ -133,7 +135,7 @@ def _may_be_of_a_loss(context: Context, loop: list[Forward], last_free: int, tra
     or a run that failed; where memory ended it, calls of a line that had a backward in a step before, or a few while an
     optimizer waits for its first step."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
-    if not trace.may_train:
+    if not trace.may_train or _is_switched(trace, loop):
         return False
     if last_free == len(trace.events) and (len(loop) < 2 or trace.failure is not None):
         return True
@@ -141,6 +143,21 @@ def _may_be_of_a_loss(context: Context, loop: list[Forward], last_free: int, tra
         return False
     waits = bool(trace.first_steps) and len(loop) < MIN_CALLS_OF_AN_EVALUATION
     return waits or not trained.isdisjoint(forward.source for forward in loop)
+
+
+def _is_switched(trace: Trace, loop: list[Forward]) -> bool:
+    """Return whether memory ran out after the program had trained a model, switched it to eval mode, and then called it
+    from lines that have not trained it, once at least: in an evaluation."""
+    module, begin = loop[0].module, loop[0].begin
+    trained = [
+        one for one in trace.forwards if one.module == module and one.training and one.nodes and one.end <= begin
+    ]
+    if not trained or not trace.ended_out_of_memory or any(one.training for one in loop):
+        return False
+    stepped = [time for time, phase in trace.list_phase_begins() if phase.kind is PhaseKind.OPTIMIZER_STEP]
+    switched = [call.event for call in trace.eval_calls if call.module == module and call.event <= begin]
+    is_after = bool(switched) and any(trained[-1].end <= time <= switched[-1] for time in stepped)
+    return is_after and {one.source for one in trained}.isdisjoint(one.source for one in loop)
 
 
 def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:

@@ -140,8 +140,7 @@ def find_call_at(trace: Trace, event: int) -> Forward | None:
 
 def find_own_line(trace: Trace, index: int) -> str | None:
     """Return the line of the program's own code that led to the allocation of a storage, of a library's else."""
-    callers = trace.list_callers(index)
-    return trace.source_at(callers[0].source) if callers else trace.source_line(trace.storages[index])
+    return trace.find_own_line(index)
 
 
 def is_input(trace: Trace, index: int) -> bool:

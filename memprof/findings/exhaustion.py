@@ -19,7 +19,7 @@ from memprof.findings.effect import compute_needs_of
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import MIN_STEP_BYTES, LeakGroup, find_step_leaks
 from memprof.ledger.steps import TrainingStep, list_training_steps
-from memprof.trace.events import Event, EventKind, Trace
+from memprof.trace.events import Event, EventKind, Holder, Trace
 
 MAX_STEPS = 1_000_000  # Runs have fewer steps: if memory lasts longer, it does not run out
 
@@ -97,11 +97,21 @@ def _forecast_leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Fo
                 sizes: tuple[tuple[int, ...], ...] = ((leak.bytes_each,),)
             else:
                 sizes = tuple(tuple(by_step[step]) for step in range(1, len(steps)))
-            limit = None if holder is None else holder.limit
-            full_step = None if limit is None else math.ceil(limit * len(steps) / max(len(leak.storages), 1))
+            full_step = None if holder is None else _find_full_step(holder, leak, step_ends)
             if full_step is None or full_step > len(steps):
                 forecasts.append(_Forecast(leak, sizes, full_step))
     return forecasts
+
+
+def _find_full_step(holder: Holder, leak: LeakGroup, step_ends: Sequence[int]) -> int | None:
+    """Return the step at which `holder` has as many items as it can have; None if there is no maximum."""
+    if holder.limit is None:
+        return None
+    if holder.length:  # when it was found; an item may have many tensors
+        num_steps, num_items = max(bisect.bisect_left(step_ends, holder.event), 1), holder.length
+    else:
+        num_steps, num_items = len(step_ends), max(len(leak.storages), 1)
+    return math.ceil(holder.limit * num_steps / num_items)
 
 
 def _compute_peak_growth(later: Sequence[TrainingStep], leaks: Sequence[_Forecast], per_step: int) -> int:

@@ -333,7 +333,7 @@ def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
     """
     if holder is not None and holder.kind == HOOK_KIND:
         fix = "remove each hook when its work is done (handle.remove()), or register one before the loop"
-    if holder is not None and holder.has_reset:
+    if holder is not None and holder.has_reset and (holder.kind or not holder.nodes):  # no state with its graph
         fix = f"call reset() at the end of each epoch, or {fix}"
     line = holder.source if holder is not None and holder.fills else None
     location = "" if line is None else f" at {file_and_line(line)}"

@@ -81,8 +81,17 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
                 # One backward frees all.
                 held = (one for one in holders if one is not None and _spans_calls(context, one, ends))
                 holders = {next(held, find_sum_of_calls(trace, ends)): leaks}
-            return GrowthUntilPeak(unit, max(rounds for _, rounds in found), ends, holders)
+            num_rounds = max(rounds for _, rounds in found) - _is_just_begun(context, leaks, ends)
+            return GrowthUntilPeak(unit, num_rounds, ends, holders)
     return None
+
+
+def _is_just_begun(context: Context, leaks: list[LeakGroup], ends: list[int]) -> bool:
+    """Return whether the round of the peak has made less than half of what each adds: it counts as none."""
+    last = bisect.bisect_left(ends, context.ledger.peak_event)
+    births = context.lifetimes.births
+    made = [index for leak in leaks for index in leak.storages if last and births[index] > ends[last - 1]]
+    return bool(made) and 2 * context.lifetimes.sum_bytes(made) < sum(leak.bytes_each for leak in leaks)
 
 
 def find_piled_up_storages(context: Context) -> frozenset[int]:

@@ -223,7 +223,7 @@ def _make_model_fix(holder: Holder | None) -> str:
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
         return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
     if holder is not None and holder.kind in _CONTAINERS:
-        return f"remove each model from `{holder.name}` after its last use, or keep fewer there"
+        return f"move each model of `{holder.name}` to host memory (.cpu()) after its last use, or remove it there"
     return "delete the model and its optimizer, or move them to the host"
 
 

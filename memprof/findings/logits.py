@@ -49,9 +49,11 @@ def find(context: Context) -> list[Finding]:
     shape_text = evidence.format_shape(shape_2d)
     if len({math.prod(trace.storages[index].shape) for index in most.storages}) > 1:  # such as chunks of the others
         shape_text = f"up to {shape_text}"
+    line = evidence.find_own_line(trace, find_first_logits(trace, copies))
+    place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}"
     title = (
-        f"Logits: {_name_kinds(trace, most.storages)} of {shape_text}, {format_bytes(most.num_bytes)} live at once "
-        f"({comparison})"
+        f"Logits: {_name_kinds(trace, most.storages)} of {shape_text}{place}, "
+        f"{format_bytes(most.num_bytes)} live at once ({comparison})"
     )
     rest = ledger.peak_bytes - at_peak.num_bytes
     count_text = evidence.plural(len(at_peak.storages), "logits tensor")
@@ -109,6 +111,11 @@ def find_logits_storages(context: Context) -> list[int]:
         and index not in trace.owners
         and not storage.hidden
     ]
+
+
+def find_first_logits(trace: Trace, copies: list[int]) -> int:
+    """Return the storage that `copies` of logits are copies of: the first of those that a matrix product has made."""
+    return next((index for index in copies if trace.op(trace.storages[index]) in _PRODUCTS), copies[0])
 
 
 def describe(trace: Trace, storage: Storage) -> str:

@@ -172,7 +172,9 @@ def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakG
     """Return the change for states that are carried on with their graphs."""
     changes = []
     for holder in carried:
-        name, _, is_part = holder.name.partition("[")
+        name, _, part = holder.name.rpartition("[")
+        is_part = part[:-1].isdecimal()  # of a tuple, and no key
+        name = name if is_part else holder.name
         code = f"tuple(part.detach() for part in {name})" if is_part else f"{name}.detach()"
         changes.append(f"{name} = {code}")
     fix = f"detach {'it' if len(carried) == 1 else 'them'} {when}: {'; '.join(changes)}"

@@ -13,7 +13,7 @@ from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stage_amounts import OutOfMemoryMoment, Stage, build_stages
 from memprof.ledger.stages import Span, list_spans
-from memprof.trace.events import HOST, EventKind, Trace, without_numbers
+from memprof.trace.events import HOST, NONE, EventKind, Trace, without_numbers
 from memprof.trace.json_values import json_name
 
 
@@ -33,6 +33,7 @@ class LiveTensor:
     name: str | None  # The name of the parameter, gradient or optimizer state.
     phase: str = field(default="", metadata=json_name(None))
     storages: tuple[int, ...] = field(default=(), metadata=json_name(None))
+    caller: str | None = field(default=None, metadata=json_name(None))  # The program's own line that led to `source`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,7 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
     for indices in groups.values():
         storage = trace.storages[indices[0]]
         module, name = names[indices[0]] if len(indices) == 1 else _mask_all_layer_numbers(names[indices[0]])
+        callers = {next((one.source for one in trace.list_callers(index)[-1:]), NONE) for index in indices}
         result.append(
             LiveTensor(
                 num_bytes=storage.num_bytes,
@@ -227,6 +229,7 @@ def _group_live_tensors(trace: Trace, categories: list[Category], time: int, run
                 name=name,
                 phase=trace.phases[storage.phase].kind,
                 storages=tuple(indices),
+                caller=trace.source_at(callers.pop()) if len(callers) == 1 else None,
             )
         )
     return sorted(result, key=lambda tensor: (-tensor.num_bytes, -tensor.count))

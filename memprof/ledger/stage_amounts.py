@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,10 +111,7 @@ def _find_line(trace: Trace, span: Span) -> str | None:
     made = [ref for kind, ref in trace.events[span.begin : span.end] if kind is EventKind.ALLOC]
     if not made:
         return None
-    largest = max(made, key=lambda index: trace.storages[index].num_bytes)
-    line, callers = trace.source_line(trace.storages[largest]), trace.list_callers(largest)
-    is_own = line is None or not os.path.isabs(line)  # files of the program are named relative to its folder
-    return line if is_own or not callers else trace.source_at(callers[0].source)
+    return trace.find_own_line(max(made, key=lambda index: trace.storages[index].num_bytes))
 
 
 def _assign_measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:

@@ -19,7 +19,14 @@ from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import ProcessStart
-from memprof.script.loops import Position, estimate_total_steps, find_position, is_second_half
+from memprof.script.loops import (
+    Position,
+    count_loops_that_repeat,
+    estimate_total_steps,
+    find_position,
+    is_last_round,
+    is_second_half,
+)
 from memprof.script.own_code import has_evaluation, has_training, has_unfreezing, may_train
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
@@ -57,6 +64,8 @@ class _StopRecord:
         self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
         self.misses_evaluation = False  # whether the program was stopped before it came to that
         self.misses_unfreezing = False  # whether its training loop unfreezes parameters that are frozen still
+        self.misses_model = False  # whether a loop around its steps builds another model later
+        self._built: tuple[int, set[tuple[str, int]]] | None = None  # what `_list_built` returned at first
         self.idle_optimizers = 0  # that had made no step then
 
     @property
@@ -86,6 +95,7 @@ class _StopRecord:
             self._device.room_bytes,
             bool(self._device.phases.list_optimizers_without_step()),
             lambda: self._nears_end(completed, frame),
+            lambda: self._count_events_to_next_model(completed, frame),
         )
         try:
             with self.record_stop():
@@ -95,7 +105,29 @@ class _StopRecord:
             self.misses_evaluation = self._awaits_evaluation(frame)
             self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
             self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
+            self.misses_model = self._find_steps_of_round(completed, frame) is not None
             raise
+
+    def _count_events_to_next_model(self, completed: int, frame: FrameType) -> int | None:
+        """Return the events of the steps to come before a loop around them builds the next model; None if none does, or
+        their number is unknown."""
+        inner = self._find_steps_of_round(completed, frame)
+        if inner is None or self._device.num_events is None:
+            return None
+        steps = estimate_total_steps(*inner) if inner[1].loops else completed
+        return None if steps is None else (steps + 1 - completed) * self._device.num_events // completed
+
+    def _find_steps_of_round(self, completed: int, frame: FrameType) -> tuple[list[Position], Position] | None:
+        """Return the positions in the loops of one model's steps, earlier ones and that of `frame`, if a loop around
+        these builds a model in each round, and has not built a second one; None if not."""
+        if self._built is None:
+            self._built = _list_built(self._device.trace)
+        num_built, lines = self._built
+        count, position = count_loops_that_repeat(frame, lines), find_position(completed, frame)
+        if not count or is_last_round(position.loops[count - 1]) or _list_built(self._device.trace)[0] > num_built:
+            return None
+        earlier = [dataclasses.replace(one, loops=one.loops[count:]) for one in self._positions]
+        return earlier, dataclasses.replace(position, loops=position.loops[count:])
 
     def _nears_end(self, completed: int, frame: FrameType) -> bool:
         """Return whether an evaluation that is awaited, or the program's end, comes after at most `completed` steps."""
@@ -177,6 +209,16 @@ class _StopRecord:
         )
 
 
+def _list_built(trace: Trace) -> tuple[int, set[tuple[str, int]]]:
+    """Return the number of parameters' storages, and (file, number) of the program's lines that have made them."""
+    built = [index for index, owner in trace.owners.items() if owner.role is Role.PARAMETER]
+    sources = {trace.storages[index].source for index in built}
+    sources |= {caller.source for index in built for caller in trace.list_callers(index)}
+    lines = (trace.source_at(source) for source in sources)
+    places = (line.rpartition(" ")[0].rpartition(":") for line in lines if line is not None)
+    return len(built), {(file, int(number)) for file, _, number in places if number.isdecimal()}
+
+
 def _has_frozen_parameters(trace: Trace) -> bool:
     """Return whether there are parameters that never had a gradient."""
     names = {
@@ -240,6 +282,7 @@ def capture_script(
                     planned_steps=stop_record.planned_steps,
                     misses_evaluation=stop_record.misses_evaluation,
                     misses_unfreezing=stop_record.misses_unfreezing,
+                    misses_model=stop_record.misses_model,
                     idle_optimizers=stop_record.idle_optimizers,
                 )
             error = outcome.error

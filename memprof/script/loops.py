@@ -14,7 +14,7 @@ import linecache
 import math
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -87,6 +87,29 @@ def list_loop_texts(frame: FrameType | None) -> Iterator[str]:
             outermost = next(_select_loops(caller, _parse_loops("".join(lines)) or ()), None)
             if outermost is not None:
                 yield "".join(lines[outermost.lineno - 1 : outermost.end_lineno])
+
+
+def count_loops_that_repeat(frame: FrameType | None, lines: Collection[tuple[str, int]]) -> int:
+    """Return how many of the loops around `frame`, the outermost ones, run one of `lines` (file, number) again in each
+    round: themselves, or in a function that is running in their body."""
+    count, is_within = 0, False
+    for caller in list_frames(frame):
+        code = caller.f_code
+        if not is_program(code):
+            continue
+        numbers = [number for file, number in lines if file == code.co_filename]
+        text = "".join(linecache.getlines(code.co_filename, caller.f_globals))
+        for loop in _select_loops(caller, _parse_loops(text) or ()):
+            count += is_within or any(loop.lineno <= number <= (loop.end_lineno or number) for number in numbers)
+        last = max((line for *_, line in code.co_lines() if line is not None), default=0)
+        is_within |= any(code.co_firstlineno <= number <= last for number in numbers)
+    return count
+
+
+def is_last_round(loop: Loop) -> bool:
+    """Return whether `loop`, a `for` of known length, is in its last round."""
+    bound = loop.bounds[0] if loop.bounds else Bound(None)
+    return bound.total is not None and not bound.is_counter and (bound.done or 0) + 1 >= bound.total
 
 
 def is_second_half(position: Position) -> bool:

@@ -19,11 +19,11 @@ from memprof.script.loops import list_frames, list_loop_texts
 from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
-# of libraries are given or define for it.
+# of libraries are given or define for it. (Trainer of transformers evaluates a data set only by a strategy.)
 _EVALUATION = re.compile(
     r"\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
     r"|\b(?:\w+_)?(?:evaluate|evaluation|validate|validation)(?:_\w+)?\("
-    r"|\beval_dataset\b|\beval_strategy\b|\bval_dataloaders?\b"
+    r"|\beval_strategy\b(?!['\"]?\s*[=:]\s*['\"]no['\"])|\bval_dataloaders?\b"
 )
 
 
@@ -42,6 +42,9 @@ _TRAINING = re.compile(r"\w*backward\w*|grad|\w*[oO]ptim\w*|\w*Trainer|fit|[tT]r
 
 # Names in functions that train, also in those of libraries, whose models have a loss and ask whether they are trained.
 _TRAINING_CALL = re.compile(r"\w*backward\w*|\w*[oO]ptim\w*|_?fit(?:_\w+)?|train|train_\w+|training_\w+|zero_grad")
+
+
+_WORDS = (tokenize.NAME, tokenize.OP)
 
 
 def has_evaluation(frame: FrameType | None) -> bool:
@@ -80,7 +83,8 @@ def may_train(error: BaseException) -> bool:
     """Return whether the program that raised `error` may train: its own code has a name of it, or cannot be read; or
     a function of a library that was running has."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = {name for code in codes if is_program(code) for name in (code.co_name, *code.co_names)}
+    libraries = [code for code in codes if is_program(code) and not is_own_file(code.co_filename)]
+    called = {name for code in libraries for name in (code.co_name, *code.co_names)}
     if any(map(_TRAINING_CALL.fullmatch, called)):
         return True
     names = [_list_names(file) for file in _list_own_files(code.co_filename for code in codes)]
@@ -105,11 +109,20 @@ def _list_own_files(running: Iterable[str]) -> set[str]:
 
 
 def _list_names(file: str) -> set[str]:
-    """Return the names in a file of Python code, without comments and strings; none if it cannot be read."""
+    """Return the names in a file of Python code, without comments and strings; none if it cannot be read.
+
+    Without those that models have that are not trained: `training` as an attribute or argument, `.train(False)`.
+    """
     lines = iter(linecache.getlines(file))
     try:
-        return {
-            token.string for token in tokenize.generate_tokens(lambda: next(lines, "")) if token.type == tokenize.NAME
-        }
+        tokens = [token.string for token in tokenize.generate_tokens(lambda: next(lines, "")) if token.type in _WORDS]
     except (tokenize.TokenError, SyntaxError):
         return set()
+    padded = ["", *tokens, "", ""]
+    return {
+        word
+        for before, word, after, last in zip(padded, padded[1:], padded[2:], padded[3:], strict=False)
+        if word.isidentifier()
+        and not (word == "training" and (before == "." or after == "="))
+        and not (word == "train" and (after, last) == ("(", "False"))
+    }

@@ -65,6 +65,9 @@ class RunProgress:
     awaits_optimizer: bool = False  # whether an optimizer has made no step yet, such as that of a GAN's generator
     # Whether the first evaluation, or the program's end, may come after at most as many steps as it has made.
     nears_end: Callable[[], bool] = bool
+    # In how many events the steps before the next model may end that a loop around them builds; None: there is none, or
+    # it is not known.
+    count_events_to_next_model: Callable[[], int | None] = lambda: None
 
     @property
     def growth_bytes(self) -> int:
@@ -97,6 +100,9 @@ class StopRule:
                 return True
             if progress.awaits_optimizer and progress.num_events < MAX_SLOW_EVENTS:
                 return progress.seconds < MAX_CHEAP_SECONDS
+            to_next_model = progress.count_events_to_next_model()
+            if to_next_model is not None and progress.num_events + to_next_model < MAX_GROWING_EVENTS:
+                return progress.seconds < MAX_GROWING_SECONDS
             if growth >= MIN_GROWTH_BYTES:
                 is_slow = progress.room_bytes is not None and progress.room_bytes > growth * MIN_SLOW_STEPS
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
@@ -171,5 +177,6 @@ class ScriptOutcome:
     planned_steps: int | None = None
     misses_evaluation: bool = False  # whether a stopped script has code that evaluates, and has not come to it
     misses_unfreezing: bool = False  # whether the training loop of a stopped script unfreezes parameters later
+    misses_model: bool = False  # whether a loop around the steps of a stopped script builds another model later
     idle_optimizers: int = 0  # of a stopped script: those that have made no step
     engine: EngineBudget | None = None  # of the inference engine that the script has started

@@ -16,8 +16,10 @@ scaled_dot_product_attention: Callable[..., Any] = bind("torch._C:_nn.scaled_dot
 addmm_activation: Callable[..., Any] = bind("torch:_addmm_activation")
 masked_softmax: Callable[..., Any] = bind("torch:_masked_softmax")
 native_multi_head_attention: Callable[..., Any] = bind("torch:_native_multi_head_attention")
+istft: Callable[..., Any] = bind("torch:_VF.istft")
 norm: Callable[..., Any] = bind("torch:_VF.norm")
 safe_softmax: Callable[..., Any] = bind("torch:_safe_softmax")
+stft: Callable[..., Any] = bind("torch:_VF.stft")
 transformer_encoder_layer_fwd: Callable[..., Any] = bind("torch:_transformer_encoder_layer_fwd")
 
 get_cudnn_enabled: Callable[[], bool] = bind("torch._C:_get_cudnn_enabled")

@@ -307,6 +307,7 @@ class Holder(NamedTuple):
     unused_until: int = 0
 
     held_bytes: int | None = None  # of the tensors: less than of `storages` if these are views; None: not known
+    length: int | None = None  # the number of items of a container with a capacity; None: not known
 
     @property
     def is_handler(self) -> bool:
@@ -587,10 +588,19 @@ class Trace:
         begin = bisect.bisect_left(self.callers, (index,))
         return list(itertools.takewhile(lambda caller: caller.storage == index, self.callers[begin : begin + 2]))
 
+    def find_own_line(self, index: int) -> str | None:
+        """Return the line of the program's own code that led to the allocation of the storage `index`, if that is
+        known; else of the library that allocated it."""
+        line, callers = self.source_line(self.storages[index]), self.list_callers(index)
+        is_own = line is None or _LIBRARIES not in line
+        return line if is_own or not callers else self.source_at(callers[0].source)
+
     def source_at(self, index: int) -> str | None:
         """Return the `file:line function` with this index in `sources`; None if it is NONE."""
         return None if index == NONE else self.sources[index]
 
+
+_LIBRARIES = "-packages"  # in the paths of installed libraries: site-packages, dist-packages
 
 _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 

@@ -83,6 +83,8 @@ class ProgramFacts:
     # Whether the program was stopped before its training loop unfroze parameters, as its code does.
     misses_unfreezing: bool = False
     idle_optimizers: int = 0  # Optimizers that had made no step when the program was stopped.
+    # Whether the program was stopped before a loop around its training steps built the next model.
+    misses_model: bool = False
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memprof.torch_private import dispatch
+from memprof.torch_private import dispatch, kernels
 from memprof.trace.events import HOST
 from memprof.virtual.device_answers import DeviceAnswers
 from memprof.virtual.device_state import DeviceState
@@ -23,6 +23,8 @@ _MAKE_SPARSE = (
     *(torch.sparse_coo_tensor, torch.sparse_csr_tensor, torch.sparse_csc_tensor),
     *(torch.sparse_bsr_tensor, torch.sparse_bsc_tensor, torch.sparse_compressed_tensor),
 )
+
+_COMPARE_DEVICES = (kernels.stft, kernels.istft)  # native/SpectralOps.cpp
 
 
 class TensorsFromData:
@@ -52,6 +54,7 @@ class TensorsFromData:
         return {
             torch.device: self._make_device,
             **{func: functools.partial(self._make_sparse, func) for func in _MAKE_SPARSE},
+            **{func: functools.partial(self._run_with_one_kind, func) for func in _COMPARE_DEVICES},
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
@@ -100,12 +103,17 @@ class TensorsFromData:
             return self._new_tensor(tensor, args[0], **kwargs)
         return self._mixed_devices.run_with_arguments(torch.Tensor.new, (tensor, *args), kwargs)
 
+    def _run_with_one_kind(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a function that compares the devices of host tensors in C++, of which large ones are
+        virtual and small ones real."""
+        return self._run(func, *self._host_kinds.make_virtual((args, kwargs)))
+
     def _make_sparse(self, func: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         """Return a sparse tensor. Indices and values that are tensors are moved to `device` if given, values first
         (utils/tensor_new.cpp), and converted to one kind of host tensors."""
         device = _default_device.CURRENT_DEVICE if device is None else self._make_device(device)
         if device is None:
-            return self._run(func, *self._host_kinds.make_virtual((args, kwargs)))
+            return self._run_with_one_kind(func, *args, **kwargs)
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = [name for name, argument in arguments.items() if isinstance(argument, torch.Tensor)]
         for name in tensors[-1:] + tensors[:-1]:

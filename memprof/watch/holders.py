@@ -248,13 +248,14 @@ class HolderSearch:
         elif holder_source is None:
             holder_source = self._find_assigning_line(name, storages, variables)
         nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+        limit = value.cache_parameters()["maxsize"] if is_cached else getattr(value, "maxlen", None)
         holder = Holder(
             event=len(self._recorder.trace.events),
             kind="" if isinstance(value, torch.Tensor) else "lru_cache" if is_cached else type(value).__name__,
             name=name.text,
             source=holder_source,
             fills=is_cached or line is not None,
-            limit=value.cache_parameters()["maxsize"] if is_cached else getattr(value, "maxlen", None),
+            limit=limit,
             storages=tuple(sorted(storages)),
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
@@ -263,6 +264,7 @@ class HolderSearch:
             # A container that the code fills is read to be filled, and of one with keys other items may be read.
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
             held_bytes=self._sum_held_bytes(roots) if roots else None,
+            length=None if limit is None else value.cache_info().currsize if is_cached else len(value),
         )
         hook = find_piled_hook(value) if isinstance(value, nn.Module) else None
         if hook is None:

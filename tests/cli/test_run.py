@@ -62,6 +62,7 @@ def test_json_alone_on_stdout(script):
         "misses_evaluation": False,
         "misses_unfreezing": False,
         "idle_optimizers": 0,
+        "misses_model": False,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -159,6 +159,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "misses_evaluation": False,
         "misses_unfreezing": False,
         "idle_optimizers": 0,
+        "misses_model": False,
     }
 
 

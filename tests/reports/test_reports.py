@@ -27,6 +27,7 @@ BY_DAY = (
     "pyg_459",
     "pyg_5101",
     "pytorch_2225",
+    "semseg_60",
 )
 
 

@@ -6,9 +6,16 @@ import math
 from collections.abc import Iterator
 
 from memprof.allocator.cublas import PRODUCTS
-from memprof.findings.evidence import HALF_DTYPES, file_and_line, is_inference, vocab_size_of, vocabulary_tables
+from memprof.findings.evidence import (
+    HALF_DTYPES,
+    file_and_line,
+    find_own_line,
+    is_inference,
+    vocab_size_of,
+    vocabulary_tables,
+)
 from memprof.findings.finding import Context
-from memprof.findings.logits import find_step_logits
+from memprof.findings.logits import find_first_logits, find_step_logits
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Trace
@@ -16,6 +23,8 @@ from memprof.units import GIB
 
 _CHUNK_BYTES = GIB  # of a chunk's logits in float32, as the fix has it (fixes/chunked_loss.py)
 _FLOAT32_BYTES = 4
+# Of targets that are set by scatter, also in place, to smooth them or not.
+_TARGETS = ("aten.scatter", "aten.zeros_like", "aten.full_like", "aten.ones_like")
 _PRODUCTS = tuple(f"aten.{name}" for name in PRODUCTS)
 
 
@@ -37,8 +46,19 @@ def propose(context: Context) -> Iterator[Proposal]:
     share = min(1.0, chunk_bytes / live_bytes)
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
     if context.spec is None and _is_loss_outside_model(context, copies):
-        how = _describe_gather(trace, num_elements // vocab_size)
-        yield Proposal(changed, f"the loss of some tokens at a time, in the program's own code{how}")
+        gathered, target = _find_gather(trace, copies), _find_dense_target(trace, copies)
+        of = next((index for index in (target, gathered) if index is not None), find_first_logits(trace, copies))
+        line = find_own_line(trace, of)
+        change = "the loss of some tokens at a time, in the program's own code, "
+        if target is not None:
+            change = "F.cross_entropy(..., label_smoothing=...) instead of targets as large as the logits at "
+            change += f"{file_and_line(line)}, and of some tokens at a time"
+        elif gathered is not None:
+            change += "as the gathered logits minus their logsumexp instead of the gathered log_softmax at "
+            change += file_and_line(line)
+        else:
+            change += f"with its logits at {file_and_line(line)}"
+        yield Proposal(changed, change, source=line)
     else:
         yield Proposal(changed)
 
@@ -55,11 +75,16 @@ def _is_loss_outside_model(context: Context, copies: list[int]) -> bool:
     return bool(losses) and (not with_loss or (bool(calls) and not makes_logits))
 
 
-def _describe_gather(trace: Trace, num_tokens: int) -> str:
-    """Return how one word of each token needs no log-probabilities of all words; "" if the program gathers none."""
-    gathers = (one for one in trace.storages if trace.op(one) == "aten.gather")
-    gathered = next((one for one in gathers if math.prod(one.shape) == num_tokens), None)
-    if gathered is None:
-        return ""
-    line = file_and_line(trace.source_line(gathered))
-    return f", as the gathered logits minus their logsumexp instead of the gathered log_softmax at {line}"
+def _find_dense_target(trace: Trace, copies: list[int]) -> int | None:
+    """Return the storage of targets with a value for each word, where the loss is a product with log-probabilities."""
+    ops = {trace.op(trace.storages[index]) for index in copies}
+    if not {"aten._log_softmax", "aten.mul"} <= ops:
+        return None
+    return next((index for index in copies if trace.op(trace.storages[index]) in _TARGETS), None)
+
+
+def _find_gather(trace: Trace, copies: list[int]) -> int | None:
+    """Return the storage of the log-probabilities of one word of each token; None if the program gathers none."""
+    num_tokens = {math.prod(trace.storages[index].shape[:-1]) for index in copies}
+    gathers = (index for index, one in enumerate(trace.storages) if trace.op(one) == "aten.gather")
+    return next((index for index in gathers if math.prod(trace.storages[index].shape) in num_tokens), None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
 from memprof.findings.evidence import find_call_between_steps, is_inference, is_peak_in_evaluation, param_names
-from memprof.findings.finding import Context
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.proposals.pairs import find_chunks
@@ -21,37 +21,56 @@ _EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
 _PHASES = (PhaseKind.FORWARD, PhaseKind.BACKWARD, *_EVALUATING)
 
 
+@proposes(66, findings=("logits-explosion", "attention-scores"))
+def propose_batches(context: Context) -> Iterator[Proposal]:
+    """Yield the change to as many rows at a time as fit, of an inference or an evaluation, which it costs nothing."""
+    batches = _find_batches(context)
+    if batches is not None and _is_without_gradients(context):
+        size, rows, changed = batches
+        beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
+        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {size}{beams}")
+
+
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change to as many rows at a time as fit.
+    """Yield the change to as many rows at a time as fit, with their gradients added up."""
+    batches = _find_batches(context)
+    if batches is None or _is_without_gradients(context):
+        return
+    _, rows, changed = batches
+    if _normalizes_batches(context.ledger.trace):
+        normalized = f"batch normalization then sees these {rows} alone"
+        yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
+    else:
+        yield Proposal(changed, value=rows)
 
-    Of an inference or an evaluation no gradients are added up. If pairs fill the GPU, they can be computed in chunks,
-    and a loss that compares samples stays the same.
+
+def _is_without_gradients(context: Context) -> bool:
+    """Return whether the batches are of a script's inference, evaluation, or of a call between its steps."""
+    is_called = is_inference(context.ledger.trace) or is_peak_in_evaluation(context)
+    return context.spec is None and (is_called or find_call_between_steps(context) is not None)
+
+
+@cache_per_context
+def _find_batches(context: Context) -> tuple[int, int, Trace] | None:
+    """Return the batch size, the rows at a time that fit, and the trace with these; None if rows are not the change.
+
+    If pairs fill the GPU, they can be computed in chunks, and a loss that compares samples stays the same.
     """
     trace = context.ledger.trace
     batch_size, chunks = find_batch_size(context), find_chunks(context)
     largest = context.lifetimes.find_largest_at_peak()
     if batch_size is None:
-        return
+        return None
     if chunks is not None and chunks.sizes.get(largest, math.inf) < trace.storages[largest].num_bytes:
-        return
+        return None
     batched = _find_batched(context, batch_size)
     if not batched:
-        return
+        return None
     rows = find_fitting_rows(context, batched, batch_size)
     while batch_size % rows:  # a batch is divided into equal ones
         rows -= 1
-    changed = _keep_gradients(resize_rows(trace, batched, rows, batch_size))
-    if context.spec is None and (
-        is_inference(trace) or is_peak_in_evaluation(context) or find_call_between_steps(context)
-    ):
-        beams = ", or fewer beams" * any(shape[0] > batch_size for shape in _list_input_shapes(context))
-        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {batch_size}{beams}")
-    elif _normalizes_batches(trace):
-        normalized = f"batch normalization then sees these {rows} alone"
-        yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
-    else:
-        yield Proposal(changed, value=rows)
+    return batch_size, rows, _keep_gradients(resize_rows(trace, batched, rows, batch_size))
 
 
 def _normalizes_batches(trace: Trace) -> bool:
@@ -68,7 +87,8 @@ def find_batch_size(context: Context) -> int | None:
     if context.spec is not None:
         return context.spec.batch_size if context.spec.batch_size > 1 else None
     shapes = _list_input_shapes(context)
-    merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2}  # samples and their beams, as rows
+    # Samples and their beams, as rows; images of one channel have none.
+    merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -27,7 +27,8 @@ _BROADCASTING = {f"aten.{name}" for name in _ELEMENTWISE}
 _PRODUCTS = {"aten.mm", "aten.addmm"}
 _BATCHED_PRODUCTS = {"aten.bmm", "aten.baddbmm"}
 _RESIZING = "aten.upsample_"
-_ONE_HOT = "aten.zeros"  # of torch.nn.functional.one_hot
+_EYE, _ROWS = "aten.eye", "aten.index"  # torch.eye(classes)[indices]
+_ONE_HOT = ("aten.zeros", _ROWS)  # the former of torch.nn.functional.one_hot
 
 MIN_IMAGE_DIMS = 4  # of a one_hot: [batch, height, width, classes], of which a loss needs one class at a time
 
@@ -55,9 +56,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
     along = f" along dimension {chunks.axis}" if chunks.axis else ""
     change = f"in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
-    if trace.op(storage) == _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
+    if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
         change = f"one class at a time (target == c) instead of this one_hot of all classes, or {change}"
-    elif trace.op(storage) == _ONE_HOT:
+    elif trace.op(storage) in _ONE_HOT:
         change = f"a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
@@ -95,7 +96,7 @@ def _find_axis(trace: Trace, storage: Storage) -> int:
         return 1
     if storage.shape[0] == 1 and op.startswith(_RESIZING):
         return 2 if _has_scores_of_classes(trace, storage) else 1
-    if storage.shape[0] == 1 and op == _ONE_HOT:
+    if storage.shape[0] == 1 and op in _ONE_HOT:
         return next((axis for axis, size in enumerate(storage.shape[:-1]) if size > 1), 0)
     return 0
 
@@ -164,7 +165,11 @@ def _may_be_pairs(trace: Trace, storage: Storage, widths: set[int], *, in_evalua
 
 def _is_one_hot(trace: Trace, storage: Storage, live: Iterable[int]) -> bool:
     """Return whether `storage` has a number for each class of each index in one of the `live` storages."""
-    if trace.op(storage) != _ONE_HOT or storage.dtype != "int64" or len(storage.shape) < 2:
+    if trace.op(storage) not in _ONE_HOT or len(storage.shape) < 2:
         return False
-    inputs = (trace.storages[index] for index in live)
-    return any(one.dtype == "int64" and one.shape == storage.shape[:-1] for one in inputs)
+    inputs = [trace.storages[index] for index in live]
+    if trace.op(storage) == _ROWS:
+        is_made = any(trace.op(one) == _EYE and one.shape == storage.shape[-1:] * 2 for one in inputs)
+    else:
+        is_made = storage.dtype == "int64"
+    return is_made and any(one.dtype == "int64" and one.shape == storage.shape[:-1] for one in inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from memprof.findings.evidence import file_and_line
+from memprof.findings.evidence import file_and_line, find_own_line
 from memprof.findings.finding import Context
 from memprof.findings.proposals.batches import resize_rows
 from memprof.findings.suggestions import Proposal, proposes
@@ -45,11 +45,12 @@ def propose(context: Context) -> Iterator[Proposal]:
     if frees:
         num_calls, module = longest
         size = -(-num_calls // NUM_WINDOWS)
+        line = _find_line(trace, module)
         yield Proposal(
             free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}),
             f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of "
-            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {_format_line(trace, module)} (gradients "
-            "end there)",
+            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {file_and_line(line)} (gradients end there)",
+            source=line,
         )
 
 
@@ -59,23 +60,23 @@ def propose_windows(context: Context) -> Iterator[Proposal]:
     saves, and what has a row for each of its steps, is that of a window."""
     trace, lifetimes = context.ledger.trace, context.lifetimes
     made = [index for index, one in enumerate(trace.storages) if trace.op(one) == _RNN and index not in trace.owners]
-    outputs = [trace.storages[index] for index in made if len(trace.storages[index].shape) == 3]
-    longest = max(outputs, key=lambda one: one.shape[0], default=None)
+    outputs = [index for index in made if len(trace.storages[index].shape) == 3]
+    longest = max(outputs, key=lambda index: trace.storages[index].shape[0], default=None)
     saved = [index for index in made if trace.storages[index].dtype == "uint8" and not trace.storages[index].hidden]
-    if longest is None or longest.shape[0] < MIN_STEPS or lifetimes.at_peak.isdisjoint(saved):
+    num_steps = 0 if longest is None else trace.storages[longest].shape[0]
+    if longest is None or num_steps < MIN_STEPS or lifetimes.at_peak.isdisjoint(saved):
         return
-    num_steps = longest.shape[0]
     along = {
         index
         for index, one in enumerate(trace.storages)
         if index not in trace.owners and not one.hidden and num_steps in one.shape[:2]
     }
-    size = -(-num_steps // NUM_WINDOWS)
+    size, line = -(-num_steps // NUM_WINDOWS), find_own_line(trace, longest)
     change = (
         f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of the "
-        f"{num_steps:,} steps at {file_and_line(trace.source_line(longest))} (gradients end there)"
+        f"{num_steps:,} steps at {file_and_line(line)} (gradients end there)"
     )
-    yield Proposal(resize_rows(trace, along.union(made), size, num_steps), change)
+    yield Proposal(resize_rows(trace, along.union(made), size, num_steps), change, source=line)
 
 
 def _find_longest_loop(trace: Trace, forward: Forward) -> list[int]:
@@ -88,7 +89,7 @@ def _find_longest_loop(trace: Trace, forward: Forward) -> list[int]:
     return max(begins.values(), key=len, default=[])
 
 
-def _format_line(trace: Trace, module: int) -> str:
+def _find_line(trace: Trace, module: int) -> str | None:
     """Return the line that calls a cell, or within it: of its first tensor."""
-    made = (storage for storage in trace.storages if storage.module == module)
-    return file_and_line(next((trace.source_line(storage) for storage in made), None))
+    made = (index for index, storage in enumerate(trace.storages) if storage.module == module)
+    return next((find_own_line(trace, index) for index in made), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from memprof.findings.evidence import names_of, vocabulary_tables
+from memprof.findings.evidence import is_inference, names_of, vocabulary_tables
 from memprof.findings.finding import Context
 from memprof.findings.groups import strip_wrappers
 from memprof.findings.logits import find_logits_storages
@@ -33,6 +33,27 @@ def propose_bfloat16(context: Context) -> Iterator[Proposal]:
             if storage.dtype == "float32" and not storage.hidden and index not in logits
         }
         yield Proposal(resize(trace, sizes))
+
+
+@proposes(115)
+def propose_frozen(context: Context) -> Iterator[Proposal]:
+    """Yield float16 for weights in float32 that nobody trains, as those under adapters, on a GPU that is slow in
+    bfloat16. Their activations are taken to stay as large."""
+    trace = context.ledger.trace
+    if context.spec is not None or trace.facts.device.has_bfloat16:
+        return
+    trained = {trace.owners[index].name for index in names_of(trace, Role.GRADIENT)}
+    trained |= {trace.owners[index].name for step in trace.first_steps for index in step.parameters}
+    frozen = [
+        index
+        for index, name in names_of(trace, Role.PARAMETER).items()
+        if name not in trained and trace.storages[index].dtype == "float32"
+    ]
+    frozen_bytes = context.lifetimes.sum_bytes(context.lifetimes.at_peak.intersection(frozen))
+    if not (trained or is_inference(trace)) or frozen_bytes < MIN_SHARE * context.ledger.peak_bytes:
+        return
+    change = "the weights that are not trained in float16 (dtype=torch.float16 where they are loaded, or .half())"
+    yield Proposal(resize(trace, {index: trace.storages[index].num_bytes // 2 for index in frozen}), change)
 
 
 @proposes(120, fix="lora")

@@ -177,6 +177,8 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return "whether its evaluation fits too", run(until_exit=True, steps=None, timeout=None)
     if is_single and program.misses_unfreezing:
         return "whether it fits with these parameters", run(until_exit=True, steps=None, timeout=None)
+    if is_single and program.misses_model:
+        return "whether the next model fits too", run(until_exit=True, steps=None, timeout=None)
     if is_single and program.idle_optimizers:
         return "whether the steps of the other optimizer fit too", run(until_exit=True, steps=None, timeout=None)
     if is_single and has_unseen_batches(document):

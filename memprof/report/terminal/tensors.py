@@ -33,7 +33,8 @@ def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: 
     operator = name_operator(tensor.op)
     if tensor.source and not tensor.name:
         line, space = short_source(tensor.source), " " * bool(operator)
-        operator = f" {operator}{space}{line}" if in_table else f", {operator}{space}at {line}"
+        called = "" if tensor.caller is None else f", called at {short_source(tensor.caller)}"
+        operator = f" {operator}{space}{line}" if in_table else f", {operator}{space}at {line}{called}"
     elif operator:
         operator = f" {operator}"
     return text.append(operator if text else operator.removeprefix(", "), style="dim")

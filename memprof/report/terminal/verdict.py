@@ -254,6 +254,8 @@ def _list_unseen(document: Report) -> Iterator[str]:
         yield "the evaluation in its code was not reached"
     if program.misses_unfreezing:
         yield "its training loop unfreezes parameters, and that was not reached"
+    if program.misses_model:
+        yield "a loop around its training builds another model, and that was not reached"
     if program.idle_optimizers:
         yield f"{'an optimizer has' if program.idle_optimizers == 1 else 'optimizers have'} made no step yet"
     if has_unseen_batches(document):

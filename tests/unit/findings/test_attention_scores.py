@@ -6,6 +6,7 @@ import pytest
 
 from memprof.findings.attention_scores import find_score_storages
 from memprof.trace.events import PhaseKind, Role
+from memprof.units import GIB
 from tests.unit.findings.language_models import of, training
 from tests.unit.traces import TraceBuilder
 
@@ -22,6 +23,29 @@ class TestAttentionScores:
             b.free(bmm)
             b.leave()
         return b
+
+    @pytest.mark.parametrize(
+        ("class_name", "op", "shape", "is_told"),
+        [
+            ("LlamaAttention", "aten.bmm", (32, 4096, 4096), True),
+            ("GlobalAttn", "aten.bmm", (32, 4096, 4096), True),
+            ("Mixer", "aten.bmm", (32, 4096, 4096), False),
+            ("LlamaAttention", "aten.mm", (32, 4096, 4096), False),
+            ("LlamaAttention", "aten.bmm", (32, 4096, 2048), False),
+        ],
+    )
+    def test_scores_that_memory_runs_out_in(
+        self, class_name: str, op: str, shape: tuple[int, ...], is_told: bool
+    ) -> None:
+        """In their cast to float32, before the softmax; the product is there."""
+        b = TraceBuilder(PhaseKind.FORWARD)
+        b.new(1, 4096, dtype="int64", owner=(Role.INPUT, ""))
+        b.enter("layers.0.attn", class_name)
+        b.new(*shape, op=op, dtype="bfloat16")
+        b.new(1, *shape, op="aten._to_copy", line="attn.py:6 eager")
+        b.leave()
+        b.trace.ended_out_of_memory = True
+        assert bool(of(b.context(2 * GIB), "attention-scores")) == is_told
 
     def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
         b = training(1024, 100)
@@ -132,7 +156,7 @@ class TestScoreStorages:
             b.new(8, 300, LENGTH, op="aten._softmax")
         b.new(1, 300, 300, op="aten._softmax")
         (finding,) = of(b.context(), "attention-scores")
-        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built: 3 tensors,")
+        assert finding.title.startswith(f"Attention scores of 300 x {LENGTH} are built at model.py:1: 3 tensors,")
 
     @pytest.mark.parametrize(
         ("change", "is_score"),

@@ -47,7 +47,8 @@ def rendered(*, module: str = "net", nodes: int = 0, before: int = 0, steps: boo
     ],
 )
 def test_their_batches_add_up_no_gradients(builder: TraceBuilder, is_between: bool) -> None:
-    (proposal,) = micro_batch.propose(builder.context())
+    context = builder.context()
+    (proposal,) = (*micro_batch.propose_batches(context), *micro_batch.propose(context))
     assert proposal.change.startswith("batches of ") == is_between and (proposal.value is None) == is_between
 
 

@@ -67,6 +67,28 @@ def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None
     assert (found(evaluated(rows, in_training=80)) is not None) is is_told
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_told"), [((8, 3, 256, 256), True), ((8, 1, 256, 256), False), ((8, 3, 65536), False)]
+)
+def test_images_that_training_crops(shape: tuple[int, ...], *, is_told: bool) -> None:
+    """Those of the evaluation are four times as large, of equally many channels."""
+    b = TraceBuilder()
+    for step in (1, 2, 3):
+        batch = b.new(8, 3, 128, 128, op="aten._to_copy", owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        hidden = b.alloc(20 * MIB)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(batch, hidden)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    b.phase(PhaseKind.OTHER)
+    b.new(*shape, op="aten._to_copy", line=LINE, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.EVALUATION)
+    b.alloc(200 * MIB)
+    finding = found(b)
+    assert (finding is not None) == is_told
+    assert finding is None or "fewer samples at a time" in finding.evidence[0].text
+
+
 def test_a_batch_that_is_gone_does_not_decide_the_peak() -> None:
     """What the evaluation has put together does, as the similarities of all embeddings."""
     b = evaluated(120)

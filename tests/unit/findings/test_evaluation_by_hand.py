@@ -6,7 +6,7 @@ import pytest
 
 from memprof.findings import Finding, Severity, calls, evaluation_accumulates, evaluation_with_gradients
 from memprof.findings.edits import Edit, EditKind
-from memprof.trace.events import NONE, FirstStep, Forward, Holder, Owner, PhaseKind, Role
+from memprof.trace.events import NONE, EvalCall, FirstStep, Forward, Holder, Owner, PhaseKind, Role
 from memprof.units import KIB, MIB
 from tests.unit.findings.figures import all_figures, figures
 from tests.unit.traces import TraceBuilder
@@ -470,3 +470,38 @@ def test_what_calls_keep_is_told_where_the_next_call_fills_the_gpu(nodes: int) -
     finding = only(rule(b.context(64 * MIB)))
     assert finding.title.startswith("No torch.no_grad(): 6 calls" if nodes else "Outputs of 5 calls of Net")
     assert "kept by list `outputs`" in finding.title
+
+
+# -- an evaluation that memory cuts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"line": CALL}, False),  # the line that has trained it, left in eval mode
+        ({"switched": False}, False),
+        ({"stepped": False}, False),
+        ({"training": True}, False),
+        ({"other": True}, False),  # a model that was never trained: of a perceptual loss
+    ],
+)
+def test_the_first_call_of_an_evaluation_after_training(change: dict[str, object], is_told: bool) -> None:
+    """A model is trained, switched to eval mode, and memory runs out in its next call, which makes autograd nodes."""
+    settings = {"line": "eval.py:9 validate", "switched": True, "stepped": True, "training": False, "other": False}
+    settings |= change
+    b = EvaluationBuilder()
+    b.trace.may_train = b.trace.ended_out_of_memory = True
+    b.phase(PhaseKind.FORWARD)
+    b.free(*b.call(2 * MIB, 20 * MIB, nodes=9, training=True, path="other" if settings["other"] else ""))
+    b.phase(PhaseKind.BACKWARD)
+    if settings["stepped"]:
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.phase(PhaseKind.OTHER)
+    module = b._index(b.trace.modules, b.trace.modules[0]._replace(path=""))
+    if settings["switched"]:
+        b.trace.eval_calls.append(EvalCall(len(b.trace.events), module, 0))
+    b.call(2 * MIB, 20 * MIB, 20 * MIB, nodes=9, training=bool(settings["training"]), line=str(settings["line"]))
+    b.trace.failed_forward = b.trace.forwards.pop()._replace(outputs=())
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    assert bool(evaluation_with_gradients.find(b.context(40 * MIB))) == is_told

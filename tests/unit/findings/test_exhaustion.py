@@ -221,6 +221,14 @@ def test_two_tensors_a_step_fill_a_container_twice_as_fast() -> None:
     assert [one.last_step for one in forecasts(b)] == [11]  # of 10.5
 
 
+@pytest.mark.parametrize(("length", "last_step"), [(1, 84), (4, 21), (5, 17)])
+def test_the_items_of_a_container_fill_it_and_not_their_tensors(length: int, last_step: int) -> None:
+    """Of 21, so many were there after four steps."""
+    b = kept(4, LOSSES._replace(limit=21, length=length))
+    b.trace.holders[0] = b.trace.holders[0]._replace(event=len(b.trace.events))
+    assert [one.last_step for one in forecasts(b)] == [last_step]
+
+
 @pytest.mark.parametrize("failing", [5, 6, 90, 99, 100, 101])
 def test_bisection_ends_at_the_first_failing_step_or_within_a_hundredth(failing: int) -> None:
     asked: list[int] = []

@@ -68,6 +68,11 @@ def test_the_line_of_a_holder(change: dict[str, Any], place: str) -> None:
         (LOSSES, "fix at x/train.py:9: drop it"),
         (LOSSES._replace(fills=False), "fix: drop it"),
         (LOSSES._replace(has_reset=True), "fix at x/train.py:9: call reset() at the end of each epoch, or drop it"),
+        (LOSSES._replace(has_reset=True, nodes=3, kind=""), "fix at x/train.py:9: drop it"),  # a state with its graph
+        (
+            LOSSES._replace(has_reset=True, nodes=0, kind=""),
+            "fix at x/train.py:9: call reset() at the end of each epoch, or drop it",
+        ),
     ],
 )
 def test_the_fix_is_at_the_line_that_fills_the_holder(holder: Holder | None, text: str) -> None:

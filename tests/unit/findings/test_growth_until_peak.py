@@ -61,6 +61,25 @@ def test_tensors_that_become_more_until_the_peak(
     assert (leak.num_bytes, leak.bytes_each, rounds) == (added_mib * MIB, MIB, num_rounds)
 
 
+@pytest.mark.parametrize(("part_mib", "num_rounds"), [(2, 5), (3, 6), (4, 6)])
+def test_a_round_that_has_made_less_than_half_of_the_others_is_none(part_mib: int, num_rounds: int) -> None:
+    """Five steps leave 6 MiB each, and memory is fullest in the sixth, which has made `part_mib`."""
+    b = TraceBuilder()
+    made: list[int] = []
+    for step in range(1, 7):
+        b.phase(PhaseKind.FORWARD, step)
+        made.append(b.alloc((part_mib if step == 6 else 4) * MIB, line="train.py:7 main"))
+        if step < 6:
+            made.append(b.alloc(2 * MIB, line="train.py:8 main"))
+            b.phase(PhaseKind.BACKWARD, step)
+            b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    b.free(*made)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 6)
+    b.phase(PhaseKind.OTHER, 6)
+    growth = find_growth_until_peak(b.context())
+    assert growth is not None and growth.rounds == num_rounds
+
+
 def accumulating(number: int = 5, part_mib: int = 2, other_mib: int = 100) -> TraceBuilder:
     """Steps each of which leaves two tensors of half the size; after the peak all are freed."""
     b = TraceBuilder()

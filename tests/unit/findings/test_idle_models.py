@@ -162,7 +162,7 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     [
         ("Trainer", "trainer", "delete the model and its optimizer"),
         ("lru_cache", "positions", "clear the cache after the model's last use (`positions.cache_clear()`)"),
-        ("dict", "CACHE", "remove each model from `CACHE` after its last use"),
+        ("dict", "CACHE", "move each model of `CACHE` to host memory (.cpu()) after its last use"),
     ],
 )
 def test_a_model_is_taken_out_of_the_cache_that_keeps_it(kind: str, name: str, fix: str) -> None:
@@ -210,7 +210,9 @@ def test_parameters_with_names_of_their_own_are_added_to_one_model(*, computes: 
     b.trace.sources.append("x/score.py:7 main")
     for number in range(4):
         b.phase(PhaseKind.MODEL)
-        weight = b.parameter(f"lora.task{number}", 25 * MIB)
+        weight = b.new(
+            25 * MIB, op="aten.empty", line="/site-packages/peft.py:3 add", owner=(Role.PARAMETER, f"lora.task{number}")
+        )
         b.trace.callers.append(Caller(weight, 0, ""))
         b.phase(PhaseKind.FORWARD)
         if computes:

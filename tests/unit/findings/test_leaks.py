@@ -345,6 +345,19 @@ def test_a_state_that_is_carried_is_to_be_detached(every: int, when: str) -> Non
     assert "state = tuple(part.detach() for part in state), and leave out retain_graph=True" in fix
 
 
+def carried_in_a_dict() -> None:
+    model, states = nn.Linear(WIDTH, WIDTH).cuda(), {"first": torch.zeros(1, WIDTH, device="cuda")}
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches(8):
+        states["first"] = model(x).mean(0, keepdim=True) * torch.tanh(states["first"] + x)  # kept
+        learn(states["first"].mean(), optimizer, retain=True)
+
+
+def test_a_state_of_a_dict_is_detached_by_its_key() -> None:
+    (finding,) = found(carried_in_a_dict)
+    assert "states['first'] = states['first'].detach()" in finding.evidence[-1].text
+
+
 def test_hooks_of_a_model_in_training_mode_keep_less_in_eval_mode() -> None:
     (finding,) = found(inside_of_modules)
     assert finding.title.startswith("Tensors of 6 calls of Sequential")

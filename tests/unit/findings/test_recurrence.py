@@ -39,6 +39,7 @@ def test_what_an_eighth_of_the_calls_keeps_is_freed_when_the_next_begins(num_cal
     (proposal,) = propose(num_calls)
     assert f"after every {size} of the {num_calls} calls of `cell` at cell.py:5" in proposal.change
     assert compute_allocated_peak(proposal.trace) == mib * MIB
+    assert proposal.source == "cell.py:5 forward"
 
 
 @pytest.mark.parametrize(

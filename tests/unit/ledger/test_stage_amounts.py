@@ -71,7 +71,7 @@ def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     """Of a line of a library, the line that called it; modules have a name instead."""
     b = TraceBuilder()
     b.phase(PhaseKind.OTHER)
-    largest = b.alloc(700, line="/lib/torch/functional.py:8 one_hot")
+    largest = b.alloc(700, line="/site-packages/torch/functional.py:8 one_hot")
     b.alloc(100, line="train.py:4 main")
     b.trace.sources += ["losses.py:2 dice", "train.py:3 main"]
     b.trace.callers = [
@@ -83,7 +83,7 @@ def test_code_outside_modules_has_the_line_that_allocates_most() -> None:
     b.leave()
     found = {stage.name: stage.source for stage in stages_of(b)}
     assert found["other"] == "losses.py:2 dice" and found["first Linear"] is None
-    b.trace.sources[b.trace.sources.index("/lib/torch/functional.py:8 one_hot")] = "model.py:8 encode"
+    b.trace.sources[b.trace.sources.index("/site-packages/torch/functional.py:8 one_hot")] = "model.py:8 encode"
     assert stages_of(b)[0].source == "model.py:8 encode"
 
 

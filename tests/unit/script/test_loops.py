@@ -11,7 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from memprof.script.loops import Bound, Loop, Position, estimate_total_steps, find_position, is_second_half
+from memprof.script.loops import (
+    Bound,
+    Loop,
+    Position,
+    count_loops_that_repeat,
+    estimate_total_steps,
+    find_position,
+    is_last_round,
+    is_second_half,
+)
 
 BEFORE = "i = 0\nargs = Namespace(steps=50, epochs=3)\nloader = [0] * 40\nconfig = {'steps': 60}\n"
 
@@ -65,6 +74,49 @@ def planned(text: str, stop: int = 4, **given: object) -> int | None:
 )
 def test_the_second_half_of_a_loop(loops, step, is_near):
     assert is_second_half(Position(step, loops)) == is_near
+
+
+@pytest.mark.parametrize(
+    ("bounds", "is_last"),
+    [
+        ((), False),
+        ((Bound(None, 3),), False),
+        ((Bound(3, 1),), False),
+        ((Bound(3, 2),), True),
+        ((Bound(3, 5, is_counter=True),), False),
+        ((Bound(1),), True),
+        ((Bound(2),), False),  # where it is, is not known
+    ],
+)
+def test_the_last_round_of_a_loop(bounds, is_last):
+    assert is_last_round(Loop(("a.py", 1), bounds)) == is_last
+
+
+RUN = "def run(model):\n    for epoch in range(2):\n        for batch in range(3):\n            step()\n"
+BUILD_AND_RUN = "def run():\n    model = 1\n    for epoch in range(2):\n        step()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "count"),
+    [
+        ("model = 1\nfor epoch in range(2):\n    step()\n", 1, 0),  # built once
+        ("for fold in range(2):\n    model = 1\n    for batch in range(3):\n        step()\n", 2, 1),
+        ("for rate in range(2):\n  for fold in range(2):\n    model = 1\n    for b in range(3):\n      step()\n", 3, 2),
+        ("for batch in range(3):\n    model = 1\n    step()\n", 2, 1),
+        (f"{RUN}for fold in range(2):\n    model = 1\n    run(model)\n", 6, 1),  # the loops of `run` are of one model
+        (f"{RUN}model = 1\nfor again in range(2):\n    run(model)\n", 5, 0),
+        (f"{BUILD_AND_RUN}for fold in range(2):\n    run()\n", 2, 1),  # built in the function that the loop calls
+        (f"{BUILD_AND_RUN}run()\n", 2, 0),
+    ],
+)
+def test_loops_that_build_again(text, line, count):
+    counts: list[int] = []
+    linecache.cache["folds"] = (len(text), None, text.splitlines(keepends=True), "folds")
+    names = {"step": lambda: counts.append(count_loops_that_repeat(sys._getframe(1), {("folds", line), ("else", 1)}))}
+    thread = threading.Thread(target=exec, args=(compile(text, "folds", "exec"), names))
+    thread.start()
+    thread.join()
+    assert set(counts) == {count}
 
 
 def function(text: str) -> str:

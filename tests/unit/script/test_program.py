@@ -278,6 +278,35 @@ def test_a_run_goes_on_to_the_end_of_a_program_of_which_half_is_done(script, mon
     assert (program.steps, program.ended) == (made, ended)
 
 
+def test_a_run_goes_on_to_the_next_model_if_that_is_near():
+    def progress(events, to_come, seconds=0.0):
+        return RunProgress(2, [5, 5], events, seconds, count_events_to_next_model=lambda: to_come)
+
+    assert goes_on(RULE, progress(MAX_CHEAP_EVENTS, MAX_GROWING_EVENTS - MAX_CHEAP_EVENTS - 1))
+    assert not goes_on(RULE, progress(MAX_CHEAP_EVENTS, MAX_GROWING_EVENTS - MAX_CHEAP_EVENTS))
+    assert not goes_on(RULE, progress(MAX_CHEAP_EVENTS, 1, MAX_GROWING_SECONDS))
+    assert not goes_on(RULE, progress(MAX_CHEAP_EVENTS, None))
+
+
+@pytest.mark.parametrize(("batches", "made", "misses"), [(4, 5, False), (1000, 2, True)])
+def test_a_run_comes_to_the_next_model_of_a_loop_or_tells_that_it_has_not(script, monkeypatch, batches, made, misses):
+    monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    monkeypatch.setattr(stop, "MAX_GROWING_EVENTS", 1000)
+    name = script(
+        f"""
+        import torch
+        for fold in range(9):
+            model = torch.nn.Linear(8, 8).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            for batch in range({batches}):
+                model(torch.ones(2, 8, device="cuda")).sum().backward()
+                optimizer.step()
+        """
+    )
+    program = run_script(Program(name), RULE, RunSpec()).document.program
+    assert (program.steps, program.ended, program.misses_model) == (made, "steps", misses)
+
+
 def test_a_run_goes_on_until_each_optimizer_has_made_a_step():
     waiting = {"awaits_optimizer": True}
     assert goes_on(RULE, RunProgress(2, [5, 5], MAX_SLOW_EVENTS - 1, MAX_CHEAP_SECONDS - 1, **waiting))

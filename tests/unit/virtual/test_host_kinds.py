@@ -528,3 +528,12 @@ def test_torchscript_calls_a_function_as_it_does_alone() -> None:
     """It reads the signature of `Function.apply`, and takes no annotation that is a string."""
     with memprof.virtual_gpu("h100-80gb"):
         assert torch.jit.script(doubled)(torch.ones(3, device="cuda")).device.type == "cuda"
+
+
+def test_a_spectrum_of_a_large_host_tensor_takes_a_small_window() -> None:
+    """C++ compares their devices: one is virtual, the other real."""
+    with memprof.virtual_gpu("h100-80gb"):
+        window = torch.hann_window(1200)
+        spectrum = torch.stft(torch.randn(1 << 18), 1200, 160, window=window, return_complex=True)
+        assert (spectrum.shape, spectrum.device.type) == ((601, 1639), "cpu")
+        assert torch.istft(spectrum, 1200, 160, window=window).device.type == "cpu"

@@ -6,11 +6,17 @@ import pytest
 
 from memprof.findings import Context
 from memprof.findings.proposals import batches, micro_batch, pairs
+from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
 from memprof.trace.events import NONE, Event, EventKind, Forward, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.proposals.proposed import batch, only
 from tests.unit.traces import TraceBuilder
+
+
+def smaller(context: Context) -> list[Proposal]:
+    """Smaller batches, of an inference or of a training."""
+    return [*micro_batch.propose_batches(context), *micro_batch.propose(context)]
 
 
 def test_rows_of_the_batch_are_halved() -> None:
@@ -33,7 +39,7 @@ def test_rows_of_the_batch_are_halved() -> None:
     ],
 )
 def test_no_smaller_batches(context: Context) -> None:
-    assert not list(micro_batch.propose(context))
+    assert not smaller(context)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -48,7 +54,7 @@ def test_what_an_evaluation_keeps_has_all_batches(is_kept: bool) -> None:
         call = Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=(output,))
         b.trace.forwards.append(call)
         b.free(*[] if is_kept else [output])
-    assert bool(list(micro_batch.propose(b.context()))) is not is_kept
+    assert bool(smaller(b.context())) is not is_kept
 
 
 @pytest.mark.parametrize(("classes", "batches_stay"), [(2622, True), (2621, False), (1, False)])
@@ -63,7 +69,7 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     context = b.context()
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
-    assert batches_stay == (not list(micro_batch.propose(context)))
+    assert batches_stay == (not smaller(context))
     assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
 
 
@@ -86,7 +92,7 @@ def test_batch_normalization_is_told() -> None:
 
 
 def test_an_inference_has_no_gradients_to_add_up() -> None:
-    proposal = only(micro_batch.propose(batch((64, 256), trains=False)))
+    proposal = only(smaller(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
 
 
@@ -99,7 +105,7 @@ def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_b
     b.phase(PhaseKind.EVALUATION)
     b.new(64, 100, owner=(Role.INPUT, ""))
     b.new(64, 512)
-    proposal = only(micro_batch.propose(b.context()))
+    proposal = only(smaller(b.context()))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
     assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
     assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
@@ -153,3 +159,22 @@ def test_rows_fit_by_a_replay_where_a_run_wastes_memory() -> None:
         b.free(batched[-1])
     assert batches.find_fitting_rows(b.context(150 * MIB), batched, 16) == 8
     assert batches.find_fitting_rows(b.context(149 * MIB), batched, 16) == 4
+
+
+@pytest.mark.parametrize(("eye", "is_told"), [((2622, 2622), True), ((2622, 2621), False), (None, False)])
+def test_rows_of_an_identity_are_a_one_hot(eye: tuple[int, int] | None, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    if eye is not None:
+        b.new(*eye, op="aten.eye")
+    b.new(6400, 8, dtype="int64", op="aten._to_copy")
+    b.new(6400, 8, 2622, op="aten.index", line="data.py:4 encode")
+    told = [one for one in pairs.propose(b.context()) if one.change.startswith("a lookup (F.embedding)")]
+    assert bool(told) == is_told and all(one.source == "data.py:4 encode" for one in told)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 8, 8), (4, 3, 8, 8)])
+def test_images_of_one_channel_are_no_beams(shape: tuple[int, ...]) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(*shape, owner=(Role.INPUT, ""))
+    assert micro_batch.find_batch_size(b.context()) == 4

@@ -123,3 +123,18 @@ def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
         assert one.trace.events[used] == Event(FREE, saved)
     b.trace.last_uses = []
     assert not list(gradients.propose(b.context()))
+
+
+@pytest.mark.parametrize(("op", "is_told"), [("aten.scatter", True), ("aten.zeros_like", True), ("aten.add", False)])
+def test_smoothed_targets_as_large_as_the_logits_are_not_needed(op: str, is_told: bool) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 50304, 512)
+    b.inputs(1, 8192)
+    b.new(8192, 50304, op="aten.addmm", line="model.py:8 forward")
+    b.new(8192, 50304, op=op, line="loss.py:4 smooth")
+    b.new(8192, 50304, op="aten._log_softmax", line="loss.py:5 smooth")
+    b.new(8192, 50304, op="aten.mul", line="loss.py:6 smooth")
+    b.phase(PhaseKind.BACKWARD)
+    (proposal,) = chunked_loss.propose(b.context())
+    assert ("label_smoothing" in proposal.change) == is_told
+    assert proposal.source == ("loss.py:4 smooth" if is_told else "model.py:8 forward")

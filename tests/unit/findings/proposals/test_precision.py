@@ -157,3 +157,31 @@ def test_one_layer_at_a_time_has_its_weights_on_the_gpu() -> None:
     b.leave()
     b.parameter("layers.0.weight", 10, MIB // 4)
     assert not list(weights.propose_on_host(b.context()))
+
+
+@pytest.mark.parametrize(("frozen_mib", "is_told"), [(18, False), (20, True), (22, True)])
+def test_frozen_weights_may_be_in_float16_on_a_gpu_that_is_slow_in_bfloat16(frozen_mib: int, is_told: bool) -> None:
+    """A quarter of the peak is of a frozen weight, beside an adapter with its gradient."""
+    b = TraceBuilder()
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None, has_bfloat16=False))
+    frozen = b.parameter("base", frozen_mib, MIB // 4)
+    adapter = b.parameter("adapter", MIB // 4)
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(58 * MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(MIB // 4, owner=(Role.GRADIENT, "adapter"))
+    found = listed(weights.propose_frozen(b.context()))
+    assert bool(found) == is_told
+    assert all(mib_of(one)[frozen] == frozen_mib / 2 and mib_of(one)[adapter] == 1 for one in found)
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None))
+    assert not list(weights.propose_frozen(b.context()))
+
+
+def test_frozen_weights_are_known_where_something_is_trained_or_nothing() -> None:
+    """In an inference all are frozen; before any gradient and optimizer, none is known to be."""
+    b = TraceBuilder()
+    b.trace.facts = replace(b.trace.facts, device=DeviceFacts("", None, has_bfloat16=False))
+    b.parameter("base", 20, MIB // 4)
+    assert not list(weights.propose_frozen(b.context()))
+    b.phase(PhaseKind.FORWARD)
+    assert len(list(weights.propose_frozen(b.context()))) == 1

@@ -77,3 +77,5 @@ def test_origin(op: str, name: str | None, text: str) -> None:
     assert render_origin(tensor).plain == text
     numbered = render_origin(replace(tensor, module="1")).plain
     assert numbered == text.replace("activations layer", "activations of module 1")
+    called = render_origin(replace(tensor, caller="b.py:9 main")).plain
+    assert called == text + ", called at b.py:9" * (name is None)

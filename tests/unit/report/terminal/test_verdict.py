@@ -64,6 +64,7 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
     [
         ({"misses_evaluation": True}, "the evaluation in its code was not reached", "whether its evaluation fits too"),
         ({"misses_unfreezing": True}, "unfreezes parameters", "whether it fits with these parameters"),
+        ({"misses_model": True}, "builds another model", "whether the next model fits too"),
         ({"idle_optimizers": 1}, "an optimizer has made no step", "whether the steps of the other optimizer fit too"),
         ({"idle_optimizers": 2}, "optimizers have made no", "whether the steps of the other optimizer fit too"),
         ({}, "", "whether later steps take more"),
