@@ -118,11 +118,25 @@ def find_step_leaks(context: Context) -> dict[Holder | None, list[LeakGroup]]:
         and (index not in trace.owners or index in included)
     ]
     leaks = find_leaks(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
-    groups = by_holder(trace, leaks)
+    groups = _join_sums_of_one_line(by_holder(trace, leaks))
     for holder in trace.holders:
         if is_running_sum(holder) and holder_key(holder) not in {holder_key(other) for other in groups}:
             groups[holder] = []
     return groups
+
+
+def _join_sums_of_one_line(groups: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
+    """Return `groups` with the leaks of running sums that one line carries on, such as an item for each layer, at the
+    first of them: an operator of that line makes tensors for all, so that theirs cannot be told apart."""
+    joined: dict[Holder | None, list[LeakGroup]] = {}
+    first: dict[tuple[str | None, int], Holder] = {}
+    for holder, leaks in groups.items():
+        target = holder
+        if holder is not None and is_running_sum(holder):
+            target = first.setdefault((holder.source, holder.node_steps), holder)
+        joined.setdefault(holder, [])
+        joined[target] += leaks
+    return joined
 
 
 def _find_replaced(context: Context) -> set[int]:

@@ -373,8 +373,9 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         if not group.is_model or kept < MIN_MODEL_BYTES:
             return None
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
+    shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
     title = (
-        f"{format_bytes(kept)} stay on the GPU unused: {group.description}{where}"
+        f"{format_bytes(shown)} stay on the GPU unused: {group.description}{where}"
         f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
     )
     evidence = (

@@ -164,17 +164,22 @@ def _list_carried(trace: Trace, holders: Sequence[Holder | None]) -> list[Holder
     for holder in holders:
         if holder is None or not is_running_sum(holder) or all(not trace.storages[i].shape for i in holder.storages):
             return []
-        states.setdefault(holder.name.partition("[")[0], holder)
+        states.setdefault(_split_part(holder.name)[0], holder)
     return list(states.values()) if len({holder.source for holder in states.values()}) == 1 else []
+
+
+def _split_part(name: str) -> tuple[str, bool]:
+    """Return the name of the variable that a holder is a part of, and True, if its name ends with a number of a tuple;
+    else the name, such as one that ends with a key."""
+    variable, _, part = name.rpartition("[")
+    return (variable, True) if part[:-1].isdecimal() else (name, False)
 
 
 def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakGroup], when: str) -> str:
     """Return the change for states that are carried on with their graphs."""
     changes = []
     for holder in carried:
-        name, _, part = holder.name.rpartition("[")
-        is_part = part[:-1].isdecimal()  # of a tuple, and no key
-        name = name if is_part else holder.name
+        name, is_part = _split_part(holder.name)
         code = f"tuple(part.detach() for part in {name})" if is_part else f"{name}.detach()"
         changes.append(f"{name} = {code}")
     fix = f"detach {'it' if len(carried) == 1 else 'them'} {when}: {'; '.join(changes)}"

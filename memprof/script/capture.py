@@ -27,7 +27,7 @@ from memprof.script.loops import (
     is_last_round,
     is_second_half,
 )
-from memprof.script.own_code import has_evaluation, has_training, has_unfreezing, may_train
+from memprof.script.own_code import has_evaluation, has_later_evaluation, has_training, has_unfreezing, may_train
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -102,7 +102,7 @@ class _StopRecord:
                 self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
             self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
-            self.misses_evaluation = self._awaits_evaluation(frame)
+            self.misses_evaluation = self._awaits_evaluation(frame) or has_later_evaluation(frame)
             self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
             self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
             self.misses_model = self._find_steps_of_round(completed, frame) is not None

@@ -89,6 +89,17 @@ def list_loop_texts(frame: FrameType | None) -> Iterator[str]:
                 yield "".join(lines[outermost.lineno - 1 : outermost.end_lineno])
 
 
+def list_texts_after_loops(frame: FrameType | None) -> Iterator[str]:
+    """Yield the source text that follows the outermost loop in each function that is running, as `list_loop_texts`."""
+    for caller in list_frames(frame):
+        if is_program(caller.f_code):
+            lines = linecache.getlines(caller.f_code.co_filename, caller.f_globals)
+            outermost = next(_select_loops(caller, _parse_loops("".join(lines)) or ()), None)
+            if outermost is not None:
+                last = max((line for *_, line in caller.f_code.co_lines() if line is not None), default=0)
+                yield "".join(lines[outermost.end_lineno : last])
+
+
 def count_loops_that_repeat(frame: FrameType | None, lines: Collection[tuple[str, int]]) -> int:
     """Return how many of the loops around `frame`, the outermost ones, run one of `lines` (file, number) again in each
     round: themselves, or in a function that is running in their body."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from memprof.script.loops import list_frames, list_loop_texts
+from memprof.script.loops import list_frames, list_loop_texts, list_texts_after_loops
 from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
@@ -27,6 +27,7 @@ _EVALUATION = re.compile(
 )
 
 
+_MOVING = re.compile(r"\.(?:to|cuda)\(")
 # Statements by which a training loop unfreezes parameters: of a loop over them, of a module, or by a function's name.
 _UNFREEZING = re.compile(
     r"parameters\(.*\n?.*\brequires_grad(?: = True\b|_\((?:True)?\))"
@@ -50,6 +51,13 @@ _WORDS = (tokenize.NAME, tokenize.OP)
 def has_evaluation(frame: FrameType | None) -> bool:
     """Return whether the program that runs `frame` has code of its own that evaluates."""
     return any(_EVALUATION.search("".join(linecache.getlines(file))) for file in _list_running_files(frame))
+
+
+def has_later_evaluation(frame: FrameType | None) -> bool:
+    """Return whether a line after the loops that `frame` is in evaluates what it moves to a GPU: more than before may
+    lie there then."""
+    lines = (line for text in list_texts_after_loops(frame) for line in text.splitlines())
+    return any(_EVALUATION.search(line) and _MOVING.search(line) for line in lines)
 
 
 def has_training(frame: FrameType | None) -> bool:

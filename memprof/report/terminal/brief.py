@@ -96,7 +96,7 @@ class _Fitting:
 
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as the cause; and whether torch's advice helps."""
+    code, unless that is quoted as the cause; and whether torch's advice helps, if no cause is known."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
@@ -105,7 +105,7 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
     text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
-    if verdict.expandable_segments_help:
+    if verdict.expandable_segments_help and not any(one.is_decisive for one in list_causes(document)):
         text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memprof.findings import memory_growth
 from memprof.findings.growth import (
     Key,
     LeakGroup,
@@ -20,7 +21,7 @@ from memprof.findings.growth import (
     is_running_sum,
     make_key,
 )
-from memprof.trace.events import AUTOCAST_KIND, CycleKind, Holder
+from memprof.trace.events import AUTOCAST_KIND, CycleKind, Holder, PhaseKind
 from memprof.units import MIB
 from tests.unit.findings.growing import LOSSES
 from tests.unit.traces import TraceBuilder
@@ -164,3 +165,30 @@ def test_what_was_seen_to_keep_most_unused(
     b.trace.idle_holders = [LOSSES._replace(kind=kind, storages=storages) for storages, kind in kinds]
     found = find_idle_holder(b.trace, [0, 1])
     assert found == (None if expected is None else b.trace.idle_holders[expected])
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ({}, ["A.p['x']", "A.p['y']"]),
+        ({"source": "/x/train.py:10 main"}, ["A.p['x']"]),  # another line makes tensors of its own
+        ({"node_steps": 3}, ["A.p['x']"]),
+    ],
+)
+def test_what_one_line_carries_on_for_several_is_one_cause(other: dict[str, Any], names: list[str]) -> None:
+    """A line makes two kinds of tensors a step; the graph of a sum has either, and the last of each is a sum itself."""
+    b = TraceBuilder()
+    for step in range(1, 6):
+        b.phase(PhaseKind.FORWARD, step)
+        made = [b.alloc(size * MIB, line="train.py:9 main", op=op) for size, op in ((8, "aten.sub"), (4, "aten.mm"))]
+        b.phase(PhaseKind.BACKWARD, step)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    sum_of = LOSSES._replace(kind="", nodes=5, node_steps=2)
+    b.trace.holders = [
+        sum_of._replace(name="A.p['x']", storages=(made[0],)),
+        sum_of._replace(name="A.p['y']", storages=(made[1],), **other),
+    ]
+    (finding, *others) = memory_growth.find(b.context())
+    assert [name for name in ("A.p['x']", "A.p['y']") if name in finding.title] == names
+    assert len(others) == 2 - len(names)
+    assert ("12.00 MiB a step" in finding.title) == (len(names) == 2)

@@ -128,8 +128,8 @@ def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
     assert "400.00 MiB stay on the GPU unused: 2 models built one after another, 200.00 MiB each" in finding.title
 
 
-def replaced_model(computes: int = 3, new_mib: int = 64) -> tuple[UsesBuilder, int]:
-    """A model of 100 MiB with its state computes in some phases; memory runs out while a second one is built."""
+def replaced_model(computes: int = 3, new_mib: int = 64, *, frees_state: bool = False) -> tuple[UsesBuilder, int]:
+    """A model of 100 MiB with as much state computes in some phases; memory runs out while a second one is built."""
     b = UsesBuilder(PhaseKind.MODEL)
     weight = b.parameter("weight", 25 * MIB)
     for step in range(1, computes):
@@ -140,6 +140,7 @@ def replaced_model(computes: int = 3, new_mib: int = 64) -> tuple[UsesBuilder, i
     b.phase(PhaseKind.MODEL)
     for _ in range(2):
         b.use(b.parameter("weight", new_mib * MIB // 8))
+    b.free(*[state] * frees_state)
     b.alloc(300 * MIB)
     b.trace.ended_out_of_memory = True
     b.trace.idle_holders.append(OUT._replace(kind="Trainer", name="trainer", storages=(weight, state)))
@@ -155,6 +156,12 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
         "allocation succeeds"
     )
     assert finding.evidence[0].text.startswith("fix: before the next one is built, ")
+
+
+def test_what_was_freed_before_memory_runs_out_is_not_told_of() -> None:
+    b, _ = replaced_model(frees_state=True)
+    (finding,) = b.find(400 * MIB)
+    assert finding.title.startswith("100.00 MiB stay on the GPU unused")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.own_code import has_evaluation, has_training, has_unfreezing, may_train
+from memprof.script.own_code import has_evaluation, has_later_evaluation, has_training, has_unfreezing, may_train
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -169,3 +169,36 @@ def test_training_loops_that_unfreeze_parameters(tmp_path: Path, line: str, unfr
     thread.start()
     thread.join()
     assert answers == [unfreezes and in_loop]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_later"),
+    [
+        ("for x in [1]:\n    stop()\nevaluate(model.to(device))\n", True),
+        ("for x in [1]:\n    stop()\nprint(test, evaluate(model.cuda(), data))\n", True),
+        (
+            "for x in [1]:\n    stop()\nmodel.to(device)\nevaluate(model)\n",
+            False,
+        ),  # as in the loop, for all that is known
+        ("for x in [1]:\n    stop()\nevaluate(model)\n", False),
+        ("for x in [1]:\n    stop()\n    evaluate(model.to(device)) if 0 else 0\n", False),
+        ("stop()\nevaluate(model.to(device))\n", False),
+        (
+            "def main():\n    for x in [1]:\n        stop()\n    if data:\n        evaluate(model.to(device))\nmain()\n",
+            True,
+        ),
+        ("def main():\n    for x in [1]:\n        stop()\nmain()\ndef f():\n    evaluate(model.to(device))\n", False),
+    ],
+)
+def test_an_evaluation_after_the_loop_that_moves_something(tmp_path: Path, text: str, is_later: bool) -> None:
+    answers: list[bool] = []
+    names = dict.fromkeys(("evaluate", "model", "device", "data", "test"), print)
+    names |= {"stop": lambda: answers.append(has_later_evaluation(sys._getframe(1)))}
+    file = tmp_path / "train.py"
+    file.write_text(text)
+    linecache.checkcache()
+    code = compile(text.replace("model.to(device)", "0").replace("model.cuda()", "0"), str(file), "exec")
+    thread = threading.Thread(target=exec, args=(code, names))
+    thread.start()
+    thread.join()
+    assert answers == [is_later]
