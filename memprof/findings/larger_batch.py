@@ -46,14 +46,15 @@ def find(context: Context) -> list[Finding]:
     storage, usual = trace.storages[found.storage], trace.storages[found.usual]
     line = trace.source_line(storage)
     title = (
-        f"The batch of step {found.step} is {found.times:.3g} times as large as in most steps: "
+        f"The batch of step {found.step} is {found.times:.3g} times as large as the median step's: "
         f"{format_shape(storage.shape)} ({file_and_line(line)}), not {format_shape(usual.shape)}; the other steps "
         f"allocate at most {format_bytes(other_bytes)}, this one {format_bytes(ledger.peak_bytes)}"
     )
+    limit = "rows or the size of its images" if len(storage.shape) > 3 else "rows or length (truncate, sort by length)"
     evidence: list[Evidence] = [
-        fix_at(line, "limit a batch's rows or length (truncate, sort by length), or divide this one into several"),
+        fix_at(line, f"limit a batch's {limit}, or divide this one into several"),
         tensor_evidence(trace, found.storage, f"step {found.step}: {format_shape(storage.shape)} {storage.dtype}"),
-        tensor_evidence(trace, found.usual, f"most steps: {format_shape(usual.shape)} {usual.dtype}"),
+        tensor_evidence(trace, found.usual, f"the median step: {format_shape(usual.shape)} {usual.dtype}"),
     ]
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
     has_room = context.usable_bytes is not None and other_bytes <= context.usable_bytes

@@ -18,12 +18,12 @@ WEIGHT = 20 * MIB
 LINE = "x/train.py:4 main"
 
 
-def steps(rows: Iterable[int], *, line: str = LINE) -> TraceBuilder:
+def steps(rows: Iterable[int], *, line: str = LINE, row: tuple[int, ...] = (ROW,)) -> TraceBuilder:
     """Each step is given rows of one MiB, and its forward allocates twice that."""
     b = TraceBuilder()
     b.parameter("weight", WEIGHT // 4)
     for step, count in enumerate(rows, 1):
-        batch = b.new(count, ROW, op="aten._to_copy", line=line, owner=(Role.INPUT, ""))
+        batch = b.new(count, *row, op="aten._to_copy", line=line, owner=(Role.INPUT, ""))
         b.phase(PhaseKind.FORWARD, step)
         hidden = b.alloc(2 * count * MIB)
         b.phase(PhaseKind.BACKWARD, step)
@@ -39,7 +39,7 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is 6 times as large as in most steps: [120 x {ROW}] (x/train.py:4), not [20 x {ROW}]; "
+        f"The batch of step 3 is 6 times as large as the median step's: [120 x {ROW}] (x/train.py:4), not [20 x {ROW}]; "
         "the other steps allocate at most 80.00 MiB, this one 380.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
@@ -87,3 +87,9 @@ def test_what_another_line_makes_is_no_counterpart() -> None:
 
 def test_the_batches_of_a_spec_are_as_it_says() -> None:
     assert not find(steps([20, 20, 120, 20]).context(None, spec=TargetSpec(model="gpt2")))
+
+
+@pytest.mark.parametrize(("row", "word"), [((1, 512, 512), "size of its images"), ((512, 512), "length")])
+def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) -> None:
+    finding = found(steps([20, 20, 120, 20], row=row))
+    assert finding is not None and word in finding.evidence[0].text
