@@ -81,9 +81,23 @@ def find_growth_until_peak(context: Context) -> GrowthUntilPeak | None:
                 # One backward frees all.
                 held = (one for one in holders if one is not None and _spans_calls(context, one, ends))
                 holders = {next(held, find_sum_of_calls(trace, ends)): leaks}
+            elif unit == BACKWARD_PASS:
+                holders = _join_states(holders)
             num_rounds = max(rounds for _, rounds in found) - _is_just_begun(context, leaks, ends)
             return GrowthUntilPeak(unit, num_rounds, ends, holders)
     return None
+
+
+def _join_states(holders: dict[Holder | None, list[LeakGroup]]) -> dict[Holder | None, list[LeakGroup]]:
+    """Return `holders` with the leaks of all variables whose graphs are about as large at the one with most bytes: the
+    graph of each keeps nearly all tensors, so that theirs cannot be told apart."""
+    states = [one for one in holders if one is not None and not one.kind and one.nodes]
+    main = max(states, key=lambda one: sum(leak.num_bytes for leak in holders[one]), default=None)
+    if main is None:
+        return holders
+    others = [one for one in states if one is not main and one.nodes * 2 >= main.nodes]
+    joined = [leak for one in (main, *others) for leak in holders[one]]
+    return {**holders, main: joined, **{one: [] for one in others}}
 
 
 def _is_just_begun(context: Context, leaks: list[LeakGroup], ends: list[int]) -> bool:

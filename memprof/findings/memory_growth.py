@@ -232,17 +232,23 @@ def _make_finding_until_peak(
     evaluated = find_covered_storages_of_evaluation(context).intersection(storages)
     if growth.unit == CALL and 2 * context.lifetimes.sum_bytes(evaluated) > num_bytes:
         return None  # no backward is to come
-    evidence = [] if growth.unit == CALL and holder is None else [holder_evidence(holder)]
+    others = [one for one, own in growth.leaks.items() if one is not None and not own]  # joined to `holder`
+    named = [] if holder is None else [holder, *(others if holder.nodes else [])]
+    evidence = [holder_evidence(one) for one in named]
+    if holder is None and growth.unit != CALL:
+        evidence.append(holder_evidence(None))
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
-        place = "" if holder.fills or holder.source is None else f" ({file_and_line(holder.source)})"
-        what = f"of {describe_holder(holder)}{place}"
-        fix = f"keep {what} for the next pass only what it needs, without the graph (.detach())"
+        # The line of the change is that of `holder`, if it fills it.
+        lines = [None if one is holder and one.fills else one.source for one in named]
+        places = ["" if line is None else f" ({file_and_line(line)})" for line in lines]
+        what = " and ".join(f"{describe_holder(one)}{place}" for one, place in zip(named, places, strict=True))
+        fix = f"keep of {what} for the next pass only what it needs, without the graph (.detach())"
         evidence.append(holder_fix_evidence(holder, fix))
-        edit = make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
+        edit = None if others else make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     elif carried := _list_carried(context.ledger.trace, [holder]):
         when = f"after each step, or after fewer than {growth.rounds}"
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, when)))
@@ -253,7 +259,7 @@ def _make_finding_until_peak(
     graphs = f": the graphs of {growth.rounds} calls wait for one backward" if growth.unit == CALL else ""
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
-        f"{format_bytes(num_bytes)} at the peak{graphs}{format_holders(holder)}"
+        f"{format_bytes(num_bytes)} at the peak{graphs}{format_holders(*named)}"
     )
     return Finding(
         "memory-growth",

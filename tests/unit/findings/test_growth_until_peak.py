@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from memprof.findings import growth_until_peak
+from memprof.findings.growth import LeakGroup
 from memprof.findings.growth_until_peak import (
     GrowthUntilPeak,
     find_growth_until_peak,
@@ -235,3 +237,17 @@ def test_what_keeps_the_results_of_calls_is_one() -> None:
     found = find_growth_until_peak(b.context(10 * MIB))
     assert found is not None and found.unit == "call"
     assert [(holder, len(leaks)) for holder, leaks in found.leaks.items()] == [(b.trace.holders[0], 2)]
+
+
+@pytest.mark.parametrize(
+    ("other", "is_joined"),
+    [({"nodes": 5}, True), ({"nodes": 4}, False), ({"nodes": 0}, False), ({"nodes": 10, "kind": "list"}, False)],
+)
+def test_graphs_about_as_large_keep_the_same(other: dict[str, Any], is_joined: bool) -> None:
+    """Of two attributes one has 3 MiB of leaks and 10 nodes, the other 1 MiB."""
+    main = LOSSES._replace(kind="", name="A.memory", nodes=10)
+    second = LOSSES._replace(**{"kind": "", "name": "A.norm", **other})
+    large, small = (LeakGroup((0, 0, None), (), size * MIB, size * MIB) for size in (3, 1))
+    joined = growth_until_peak._join_states({second: [small], main: [large], None: [small]})
+    assert joined[main] == ([large, small] if is_joined else [large]) and joined[None] == [small]
+    assert joined[second] == ([] if is_joined else [small])
