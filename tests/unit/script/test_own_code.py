@@ -184,7 +184,7 @@ def test_training_loops_that_unfreeze_parameters(tmp_path: Path, line: str, unfr
         ("for x in [1]:\n    stop()\n    evaluate(model.to(device)) if 0 else 0\n", False),
         ("stop()\nevaluate(model.to(device))\n", False),
         (
-            "def main():\n    for x in [1]:\n        stop()\n    if data:\n        evaluate(model.to(device))\nmain()\n",
+            "def f():\n    for x in [1]:\n        stop()\n    if data:\n        evaluate(model.to(device))\nf()\n",
             True,
         ),
         ("def main():\n    for x in [1]:\n        stop()\nmain()\ndef f():\n    evaluate(model.to(device))\n", False),
