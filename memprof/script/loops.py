@@ -81,23 +81,29 @@ def list_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def list_loop_texts(frame: FrameType | None) -> Iterator[str]:
     """Yield the source text of the outermost loop in each function that is running, of `frame` and its callers."""
-    for caller in list_frames(frame):
-        if is_program(caller.f_code):
-            lines = linecache.getlines(caller.f_code.co_filename, caller.f_globals)
-            outermost = next(_select_loops(caller, _parse_loops("".join(lines)) or ()), None)
-            if outermost is not None:
-                yield "".join(lines[outermost.lineno - 1 : outermost.end_lineno])
+    for _, lines, loop in _iterate_outermost_loops(frame):
+        yield "".join(lines[loop.lineno - 1 : loop.end_lineno])
 
 
 def list_texts_after_loops(frame: FrameType | None) -> Iterator[str]:
-    """Yield the source text that follows the outermost loop in each function that is running, as `list_loop_texts`."""
+    """Yield the source text that follows these loops, to the end of each function."""
+    for caller, lines, loop in _iterate_outermost_loops(frame):
+        yield "".join(lines[loop.end_lineno : _find_last_line(caller)])
+
+
+def _iterate_outermost_loops(frame: FrameType | None) -> Iterator[tuple[FrameType, list[str], _Loop]]:
+    """Yield each function that is running in a loop, of `frame` and its callers, its file's lines and that loop."""
     for caller in list_frames(frame):
         if is_program(caller.f_code):
             lines = linecache.getlines(caller.f_code.co_filename, caller.f_globals)
             outermost = next(_select_loops(caller, _parse_loops("".join(lines)) or ()), None)
             if outermost is not None:
-                last = max((line for *_, line in caller.f_code.co_lines() if line is not None), default=0)
-                yield "".join(lines[outermost.end_lineno : last])
+                yield caller, lines, outermost
+
+
+def _find_last_line(frame: FrameType) -> int:
+    """Return the number of the last line of the function that `frame` runs."""
+    return max((line for *_, line in frame.f_code.co_lines() if line is not None), default=0)
 
 
 def count_loops_that_repeat(frame: FrameType | None, lines: Collection[tuple[str, int]]) -> int:
@@ -112,8 +118,7 @@ def count_loops_that_repeat(frame: FrameType | None, lines: Collection[tuple[str
         text = "".join(linecache.getlines(code.co_filename, caller.f_globals))
         for loop in _select_loops(caller, _parse_loops(text) or ()):
             count += is_within or any(loop.lineno <= number <= (loop.end_lineno or number) for number in numbers)
-        last = max((line for *_, line in code.co_lines() if line is not None), default=0)
-        is_within |= any(code.co_firstlineno <= number <= last for number in numbers)
+        is_within |= any(code.co_firstlineno <= number <= _find_last_line(caller) for number in numbers)
     return count
 
 

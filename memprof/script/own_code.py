@@ -27,7 +27,10 @@ _EVALUATION = re.compile(
 )
 
 
+# Calls that move something to a GPU.
 _MOVING = re.compile(r"\.(?:to|cuda)\(")
+
+
 # Statements by which a training loop unfreezes parameters: of a loop over them, of a module, or by a function's name.
 _UNFREEZING = re.compile(
     r"parameters\(.*\n?.*\brequires_grad(?: = True\b|_\((?:True)?\))"

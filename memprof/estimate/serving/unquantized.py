@@ -51,16 +51,27 @@ def list_published_exceptions(name: str, ending: str, *, has_experts: bool) -> l
 def compute_kept_shares(entry: Mapping[str, Any] | None, num_layers: int) -> dict[str, float]:
     """Return the share of the layers in which a block keeps its dtype, by the block's name; blocks that are quantized
     in all layers are left out. Raises UsageError: a list of the configuration is none."""
-    patterns = [_compile(name, key) for key in _LISTS for name in _read_names(entry or {}, key)]
+    names = [(key, name) for key in _LISTS for name in _read_names(entry or {}, key)]
+    plain = {name for _, name in names if not name.startswith("re:") and "*" not in name}  # hundreds in some lists
+    patterns = [_compile(name, key) for key, name in names if name not in plain]
     shares = {}
     for block, matrices in _MATRICES.items():
         kept = 0
-        for layer in range(num_layers):
+        for layer in range(num_layers) if names else ():
             modules = [f"{prefix}.{layer}.{matrix}" for prefix in _PREFIXES for matrix in matrices]
-            kept += any(pattern.match(module) for pattern in patterns for module in modules)
+            kept += any(
+                not plain.isdisjoint(_list_parts(module)) or any(pattern.match(module) for pattern in patterns)
+                for module in modules
+            )
         if kept:
             shares[block] = kept / num_layers
     return shares
+
+
+def _list_parts(module: str) -> list[str]:
+    """Return the parts of a module's path between dots, of one name and of several: a name in a list means any."""
+    path = module.split(".")
+    return [".".join(path[i:j]) for i in range(len(path)) for j in range(i + 1, len(path) + 1)]
 
 
 def _read_names(entry: Mapping[str, Any], key: str) -> list[str]:
@@ -74,13 +85,11 @@ def _read_names(entry: Mapping[str, Any], key: str) -> list[str]:
 
 def _compile(name: str, key: str) -> re.Pattern[str]:
     """Return the pattern of the modules that a name of a list means: after "re:" a regular expression for its start,
-    else a name with wildcards, or a part of names between dots."""
+    else a name with wildcards."""
     if name.startswith("re:"):
         try:
             return re.compile(name[3:])
         except re.error as error:
             problem = f"a pattern of the configuration is wrong: {error}"
             raise UsageError(problem, value=name, hint=f"correct quantization_config.{key}") from None
-    if "*" in name:
-        return re.compile(fnmatch.translate(name))
-    return re.compile(rf"(?:.*\.)?{re.escape(name)}(?:\.|$)")
+    return re.compile(fnmatch.translate(name))

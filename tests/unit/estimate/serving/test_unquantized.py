@@ -36,6 +36,10 @@ def test_lists_of_configurations(entry: dict[str, Any] | None, shares: dict[str,
     assert compute_kept_shares(entry, 4) == shares
 
 
+def test_layer_1_is_not_layer_10() -> None:
+    assert set(compute_kept_shares({"ignore": ["model.layers.1"]}, 20).values()) == {1 / 20}
+
+
 @pytest.mark.parametrize("names", ["lm_head", [1], ["re:("]])
 def test_a_list_that_is_none_is_refused(names: Any) -> None:
     with pytest.raises(UsageError, match=r"quantization_config\.ignore"):
