@@ -193,8 +193,8 @@ class Autocast:
             dtype in _HALF_DTYPES
             and tensor.dtype is torch.float32
             and tensor.requires_grad
+            and not tensor._is_view()  # before is_leaf, which may raise for a view where the C++ function does not
             and tensor.is_leaf
-            and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
             and not (self._caches_with_gradient and torch.is_inference_mode_enabled())
         )

@@ -19,7 +19,7 @@ import torch
 
 from memprof.trace.events import CycleKind
 from memprof.watch.collection import find_referrers
-from memprof.watch.graph import collect_nodes
+from memprof.watch.graph import collect_nodes, is_leaf
 from memprof.watch.program_code import is_memprof_class, is_program
 from memprof.watch.source_lines import find_attribute_line, find_class_line, find_line, format_code_line
 
@@ -118,7 +118,7 @@ def _is_ignored(value: Any) -> bool:
 
 def _read_grad(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor.grad`, or None where torch warns that it is never set."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+    return tensor.grad if is_leaf(tensor) or tensor.retains_grad else None
 
 
 def _describe(ring: Sequence[Any], codes: Iterable[CodeType]) -> Cycle:

@@ -22,7 +22,7 @@ from memprof.trace.events import HOOK_KIND, NONE, Holder
 from memprof.watch.collection import disable_garbage_collection
 from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import read_local_variables
-from memprof.watch.graph import collect_nodes
+from memprof.watch.graph import collect_nodes, find_node
 from memprof.watch.named_holders import NamedHolder, find_named_holders
 from memprof.watch.piled_hooks import find_piled_hook, find_registering_line
 from memprof.watch.program_code import is_program, is_program_class
@@ -187,16 +187,17 @@ class HolderSearch:
             variables = ProgramVariables(self._recorder)
             sums: dict[Any, tuple[NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
-                if value.grad_fn is None:
+                node = find_node(value)
+                if node is None:
                     continue
-                if value.grad_fn in sums:
-                    sums[value.grad_fn][0].names.append(name)
+                if node in sums:
+                    sums[node][0].names.append(name)
                     continue
                 nodes = collect_nodes([value], _MAX_SUM_NODES)
                 rounds = self._find_steps(nodes) if rounds_begins is None else _find_rounds(nodes, rounds_begins)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
-                    sums[value.grad_fn] = NamedHolder(value, 0, set(), [name]), nodes
+                    sums[node] = NamedHolder(value, 0, set(), [name]), nodes
             # A state that the next step reads, and computes anew from itself; else all but values computed from sums,
             # which span as many steps, and are not what keeps the graph alive.
             carried = [holder for holder, _ in sums.values() if any(_is_carried(n, variables) for n in holder.names)]
@@ -247,7 +248,7 @@ class HolderSearch:
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), HolderName(value.__name__, None)
         elif holder_source is None:
             holder_source = self._find_assigning_line(name, storages, variables)
-        nodes = collect_nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+        nodes = collect_nodes(roots, MAX_NODES)
         limit = value.cache_parameters()["maxsize"] if is_cached else getattr(value, "maxlen", None)
         holder = Holder(
             event=len(self._recorder.trace.events),

@@ -67,8 +67,7 @@ class UntrainedDetector:
         if autograd.current_graph_task_id() == -1:
             with torch.DisableTorchFunction():
                 tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-                results = [tensor for tensor in tensors if tensor.grad_fn is not None]
-            self._record_forward(results)
+            self._record_forward(tensors)
         self.record_run_end()
 
     def record_run_end(self) -> None:

@@ -24,7 +24,7 @@ from memprof.trace.events import MovedModel, Owner, Phase, PhaseKind, Role, Trac
 from memprof.watch import zero
 from memprof.watch.failure import OUT_OF_MEMORY_ERRORS
 from memprof.watch.first_steps import list_first_steps
-from memprof.watch.graph import collect_nodes
+from memprof.watch.graph import collect_nodes, find_node
 from memprof.watch.modules import ModuleTracker, strip_compile_wrapper
 from memprof.watch.phases import Phases
 from memprof.watch.wrappers import has_memory
@@ -317,7 +317,7 @@ def _is_made_of_weights(tensor: torch.Tensor) -> bool:
 
     The coordinates of a physics-informed network require gradients, and are joined or scaled before its call.
     """
-    if tensor.grad_fn is None:
+    if find_node(tensor) is None:
         return isinstance(tensor, nn.Parameter)
     nodes = collect_nodes([tensor], _MAX_INPUT_NODES)
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -326,7 +326,7 @@ def _is_made_of_weights(tensor: torch.Tensor) -> bool:
 
 def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaf tensors that would get gradients in a backward pass from `results`."""
-    pending: list[Any] = [result.grad_fn for result in results]
+    pending: list[Any] = [find_node(result) for result in results]
     seen: set[Any] = {None}
     leaves = []
     while pending:
