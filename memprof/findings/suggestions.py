@@ -29,7 +29,8 @@ class Proposal(NamedTuple):
     """A change of the program, and the trace that the run would have left with this change."""
 
     trace: Trace
-    change: str = ""  # what to change in the program's own code; "": the rule's fix makes the change
+    # What to change in the program's own code; "": the rule's fix makes the change, and so it does if there is a value.
+    change: str = ""
     value: int | None = None  # of the fix's main option
     config: AllocatorConfig | None = None  # settings of the allocator; None: those of the run
     source: str | None = None  # `file:line function` that the change is about
@@ -209,9 +210,11 @@ def _get_evaluated(context: Context) -> dict[int, Suggestion | None]:
 
 
 def _name_fix(candidate: _Candidate) -> str | None:
-    """Return the fix that makes a candidate's change, NAME or NAME=VALUE; None if the program's code has to."""
-    fix, value = candidate.rule.fix, candidate.proposal.value
-    return None if candidate.proposal.change else fix if value is None else f"{fix}={value}"
+    """Return the fix that makes a candidate's change, NAME or NAME=VALUE; None if only the program's code can."""
+    fix, (_, change, value, *_) = candidate.rule.fix, candidate.proposal
+    if value is None:
+        return None if change else fix
+    return f"{fix}={value}"
 
 
 def _describe_fix(context: Context, fix: str) -> str:

@@ -25,7 +25,7 @@ class LayerCall(NamedTuple):
     backward: int  # the trace's length if there is none
 
 
-@proposes(60, fix="activation-checkpointing")
+@proposes(61, fix="activation-checkpointing")
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model with layers that keep tensors for the backward."""
     changed = checkpoint_layers(context)
@@ -33,7 +33,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(changed)
 
 
-@proposes(61)
+@proposes(62)
 def propose_repeated(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model without layers that calls one module many times: the steps of a solver."""
     trace = context.ledger.trace

@@ -18,7 +18,7 @@ MIN_ROUNDS = 16  # tensors of one line that are kept: fewer may be the parts of 
 MIN_SHARE = 0.25  # of the peak, that the rounds take
 
 
-@proposes(62)
+@proposes(59)
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for the line outside layers that keeps most until the backward, and what runs between."""
     trace, lifetimes = context.ledger.trace, context.lifetimes

@@ -31,18 +31,30 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
         yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {size}{beams}")
 
 
+@proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
+def propose_accumulation(context: Context) -> Iterator[Proposal]:
+    """Yield the change of a training script to as many rows at a time as fit, with their gradients accumulated."""
+    batches = _find_batches(context)
+    if batches is not None and context.spec is None and not _is_without_gradients(context):
+        yield _accumulate(context, *batches)
+
+
 @proposes(100, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change to as many rows at a time as fit, with their gradients added up."""
+    """Yield the fix with as many rows at a time as fit, for a model by its name."""
     batches = _find_batches(context)
-    if batches is None or _is_without_gradients(context):
-        return
-    _, rows, changed = batches
-    if _normalizes_batches(context.ledger.trace):
-        normalized = f"batch normalization then sees these {rows} alone"
-        yield Proposal(changed, f"add up gradients of batches of {rows} ({normalized})")
-    else:
-        yield Proposal(changed, value=rows)
+    if batches is not None and context.spec is not None:
+        _, rows, changed = batches
+        is_equal = not _normalizes_batches(context.ledger.trace)
+        yield Proposal(changed, value=rows) if is_equal else _accumulate(context, *batches)
+
+
+def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) -> Proposal:
+    """Return the proposal of batches of `rows`, whose gradients are accumulated; `changed` is the trace with them."""
+    change = f"batches of {rows} instead of {batch_size}, and gradients accumulated over {batch_size // rows} of them"
+    if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
+        return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)")
+    return Proposal(changed, change, value=rows)
 
 
 def _is_without_gradients(context: Context) -> bool:

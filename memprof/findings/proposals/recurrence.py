@@ -23,7 +23,7 @@ _RNN = "aten._cudnn_rnn"
 _CELL = "Cell"  # how the classes of torch.nn end (LSTMCell, GRUCell, RNNCell), and those of programs
 
 
-@proposes(58)
+@proposes(57)
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for the cell that is called most often: what a window keeps is freed when the next begins."""
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
@@ -54,7 +54,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         )
 
 
-@proposes(59)
+@proposes(58)
 def propose_windows(context: Context) -> Iterator[Proposal]:
     """Yield the same for the longest sequence that torch's own nn.LSTM, nn.GRU or nn.RNN is trained on: what the call
     saves, and what has a row for each of its steps, is that of a window."""

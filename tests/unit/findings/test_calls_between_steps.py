@@ -48,8 +48,8 @@ def rendered(*, module: str = "net", nodes: int = 0, before: int = 0, steps: boo
 )
 def test_their_batches_add_up_no_gradients(builder: TraceBuilder, is_between: bool) -> None:
     context = builder.context()
-    (proposal,) = (*micro_batch.propose_batches(context), *micro_batch.propose(context))
-    assert proposal.change.startswith("batches of ") == is_between and (proposal.value is None) == is_between
+    (proposal,) = (*micro_batch.propose_batches(context), *micro_batch.propose_accumulation(context))
+    assert ("one after another" in proposal.change) == is_between and (proposal.value is None) == is_between
 
 
 def test_a_mask_of_tokens_is_no_batch() -> None:

@@ -50,11 +50,11 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "convolutions": (
         programs.convnet,
         5,
-        ["activation-checkpointing", "amp-bfloat16", "add up gradients"],
+        ["batches of 128", "activation-checkpointing", "amp-bfloat16"],
         {
             "activation-checkpointing": partial(programs.convnet, "activation-checkpointing"),
             "amp-bfloat16": partial(programs.convnet, "amp-bfloat16"),
-            "add up gradients": partial(programs.convnet, parts=2),
+            "batches of 128": partial(programs.convnet, parts=2),
         },
     ),
     "words": (
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "noise": (
         programs.unet,
         7,
-        ["activation-checkpointing", "micro-batch=32"],
+        ["micro-batch=32", "activation-checkpointing"],
         {
             "activation-checkpointing": partial(programs.unet, "activation-checkpointing"),
             "micro-batch=32": partial(programs.unet, parts=2),
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "rows": (
         programs.perceptron,
         32,
-        ["amp-bfloat16", "micro-batch=500000"],
+        ["micro-batch=500000", "amp-bfloat16"],
         {
             "amp-bfloat16": partial(programs.perceptron, "amp-bfloat16"),
             "micro-batch=500000": partial(programs.perceptron, parts=2),

@@ -164,7 +164,7 @@ def test_what_has_a_row_for_each_sample(
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(64, 32), (6, 3), (9, 3), (7, 1), (2, 1)])
 def test_a_batch_is_divided_into_equal_ones(batch_size: int, rows: int) -> None:
-    assert only(micro_batch.propose(batch((batch_size, 256), inputs=(batch_size, 100)))).value == rows
+    assert only(micro_batch.propose_accumulation(batch((batch_size, 256), inputs=(batch_size, 100)))).value == rows
 
 
 @pytest.mark.parametrize(

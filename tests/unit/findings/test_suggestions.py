@@ -103,6 +103,7 @@ RULES = [  # the cheapest first
     ("messages", "propose", None, ()),
     ("sparse", "propose_rows", None, ()),
     ("pairs", "propose", None, ()),
+    ("micro_batch", "propose_accumulation", "micro-batch", (LOSS, SCORES)),
     ("checkpointing", "propose", "activation-checkpointing", ()),
     ("autocast", "propose_bfloat16", "amp-bfloat16", ()),
     ("autocast", "propose_float16", "amp-float16", ()),
@@ -360,11 +361,11 @@ def offer(order: int, index: int, num_bytes: int, **fields: object) -> None:
 
 def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alone: None) -> None:
     offer(1, 0, 0, value=4)
-    offer(2, 0, 0)
-    offer(3, 0, 0, change="rows at a time", value=4)
+    offer(2, 0, 0, change="rows at a time")
+    offer(3, 0, 0, change="smaller batches", value=2)
     found = suggest(two_tensors().context(450 * MIB, spec=SPEC))
-    assert [one.fix for one in found] == ["micro-batch=4", "micro-batch", None]
-    assert texts(found) == ["micro-batch=4", "micro-batch", "rows at a time"]
+    assert [one.fix for one in found] == ["micro-batch=4", None, "micro-batch=2"]
+    assert texts(found) == ["micro-batch=4", "rows at a time", "smaller batches"]
     assert list_fix_names(found) == ("micro-batch", "micro-batch")
 
 

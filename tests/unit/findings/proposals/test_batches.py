@@ -16,11 +16,11 @@ from tests.unit.traces import TraceBuilder
 
 def smaller(context: Context) -> list[Proposal]:
     """Smaller batches, of an inference or of a training."""
-    return [*micro_batch.propose_batches(context), *micro_batch.propose(context)]
+    return [*micro_batch.propose_batches(context), *micro_batch.propose_accumulation(context)]
 
 
 def test_rows_of_the_batch_are_halved() -> None:
-    proposal = only(micro_batch.propose(batch((64, 256), (64 * 12, 7, 7), (9, 64, 5), (10, 256))))
+    proposal = only(micro_batch.propose_accumulation(batch((64, 256), (64 * 12, 7, 7), (9, 64, 5), (10, 256))))
     assert proposal.value == 32
     # The inputs stay; so does what has no factor of 64.
     assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [
@@ -84,11 +84,10 @@ def test_inputs_of_two_lengths_are_no_batch() -> None:
 
 def test_batch_normalization_is_told() -> None:
     """In eval mode it keeps no mean of its batch."""
-    proposal = only(micro_batch.propose(batch((64, 256), (256,), op="aten.cudnn_batch_norm")))
-    assert proposal.value is None and proposal.change.startswith(
-        "add up gradients of batches of 32 (batch normalization"
-    )
-    assert only(micro_batch.propose(batch((64, 256), (0,), op="aten.cudnn_batch_norm"))).value == 32
+    told = "(batch normalization then sees 32 samples)"
+    for size, is_told in ((256, True), (0, False)):
+        context = batch((64, 256), (size,), op="aten.cudnn_batch_norm")
+        assert (told in only(micro_batch.propose_accumulation(context)).change) == is_told
 
 
 def test_an_inference_has_no_gradients_to_add_up() -> None:
@@ -118,7 +117,7 @@ def test_gradients_of_the_batches_before_are_there_from_the_beginning() -> None:
     b.new(64, 256)
     b.phase(PhaseKind.BACKWARD)
     gradient = b.new(256, 100, owner=(Role.GRADIENT, "weight"))
-    events = only(micro_batch.propose(b.context())).trace.events
+    events = only(micro_batch.propose_accumulation(b.context())).trace.events
     assert events[0] == Event(EventKind.ALLOC, gradient) and events.count(events[0]) == 1
 
 
