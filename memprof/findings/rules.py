@@ -9,6 +9,7 @@ from dataclasses import replace
 from memprof.findings.does_not_fit import DOES_NOT_FIT
 from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding
 from memprof.findings.fragmentation import FRAGMENTATION
+from memprof.findings.suggestions import is_cured
 
 
 def import_rules() -> None:
@@ -25,6 +26,8 @@ import_rules()
 def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
     """Return the sorted findings of all rules, as documented at `memprof.findings.find_all`."""
     findings = [finding for order in sorted(SEARCH_RULES if for_search else RULES) for finding in RULES[order](context)]
+    if not for_search and not any(one.is_decisive for one in findings):
+        findings = [replace(one, is_decisive=is_cured(context, one.id)) for one in findings]
     if any(one.is_decisive for one in findings):  # with that changed the run fits as it is
         findings = [replace(one, fixes=(), suggestions=()) if one.id == DOES_NOT_FIT else one for one in findings]
     # What is free in pieces depends on what is kept.

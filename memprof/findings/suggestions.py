@@ -24,6 +24,8 @@ MAX_SUGGESTIONS = 3
 # would end at the next allocation.
 MIN_SHARE = 0.05
 
+MIN_CURED_SHARE = 0.25  # of what a run that memory ended needs, so that what a change takes away is the cause
+
 
 class Proposal(NamedTuple):
     """A change of the program, and the trace that the run would have left with this change."""
@@ -45,25 +47,29 @@ class ProposalRule(NamedTuple):
     order: int
     fix: str | None
     findings: tuple[str, ...]
+    cures: tuple[str, ...]
     propose: _Propose
 
 
 PROPOSAL_RULES: dict[int, ProposalRule] = {}  # order -> rule
 
 
-def proposes(order: int, *, fix: str | None = None, findings: tuple[str, ...] = ()) -> Callable[[_Propose], _Propose]:
+def proposes(
+    order: int, *, fix: str | None = None, findings: tuple[str, ...] = (), cures: tuple[str, ...] = ()
+) -> Callable[[_Propose], _Propose]:
     """Return a decorator that registers a rule for proposals. Raises ValueError if another rule has the same `order`.
 
     Args:
         order: sorts rules by the cost of their changes, least first.
         fix: the fix that makes the change; the rule is asked only if the run could apply it.
         findings: ids of the findings that show these suggestions too.
+        cures: ids of those that show them, and whose tensors the change takes away.
     """
 
     def register(propose: _Propose) -> _Propose:
         if order in PROPOSAL_RULES:
             raise ValueError(f"{PROPOSAL_RULES[order].propose.__module__} has place {order}: {propose.__module__}")
-        PROPOSAL_RULES[order] = ProposalRule(order, fix, findings, propose)
+        PROPOSAL_RULES[order] = ProposalRule(order, fix, findings, cures, propose)
         return propose
 
     return register
@@ -98,8 +104,21 @@ def suggest(context: Context) -> tuple[Suggestion, ...]:
 
 def suggest_against(context: Context, finding: str) -> tuple[Suggestion, ...]:
     """Return the suggestions of the rules registered for the id `finding`, the least costly first."""
-    found = _evaluate_first(context, (one for one in _list_candidates(context) if finding in one.rule.findings))
-    return tuple(suggestion for _, suggestion in found)
+    candidates = (one for one in _list_candidates(context) if finding in (*one.rule.findings, *one.rule.cures))
+    return tuple(suggestion for _, suggestion in _evaluate_first(context, candidates))
+
+
+def is_cured(context: Context, finding: str) -> bool:
+    """Return whether the run does not fit, and would if the tensors that the id `finding` is about were taken away.
+
+    Where memory ended the run, they are its cause only if they are much of it: one more allocation says little.
+    """
+    run = context.ledger.run
+    if run.fits:
+        return False
+    found = [_evaluate_candidate(context, one) for one in _list_candidates(context) if finding in one.rule.cures]
+    least_bytes = MIN_CURED_SHARE * run.required_reserved_bytes if run.trace.ended_out_of_memory else 0
+    return any(one is not None and bool(one.fits) and one.num_bytes >= least_bytes for one in found)
 
 
 def _combine(context: Context, found: Iterable[tuple[_Candidate, Suggestion]]) -> Iterator[Suggestion]:

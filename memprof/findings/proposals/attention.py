@@ -14,7 +14,7 @@ from memprof.trace.events import NONE, Storage, Trace
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight")  # of nn.MultiheadAttention: one weight for all, or one for each
 
 
-@proposes(20, fix="sdpa-attention", findings=("attention-scores",))
+@proposes(20, fix="sdpa-attention", cures=("attention-scores",))
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for scores that are products of queries and keys, and not those of SDPA's own math path."""
     trace = context.ledger.trace

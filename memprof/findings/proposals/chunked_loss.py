@@ -28,7 +28,7 @@ _TARGETS = ("aten.scatter", "aten.zeros_like", "aten.full_like", "aten.ones_like
 _PRODUCTS = tuple(f"aten.{name}" for name in PRODUCTS)
 
 
-@proposes(30, fix="chunked-loss", findings=("logits-explosion",))
+@proposes(30, fix="chunked-loss", cures=("logits-explosion",))
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model that reads tokens, and has logits of its vocabulary."""
     trace, lifetimes = context.ledger.trace, context.lifetimes

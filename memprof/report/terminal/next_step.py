@@ -163,7 +163,9 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
             return "the first row that fits, in full", fitting[0]
         if not document.ladder and not program.fixes:
-            if causes := [finding for finding in document.findings if finding.is_decisive]:
+            causes = [finding for finding in document.findings if finding.is_decisive]
+            options = {one.fix.partition("=")[0] for cause in causes for one in cause.suggestions if one.fix}
+            if causes and options.isdisjoint(script_fix_names()):
                 fixes = (one for cause in causes for one in cause.evidence if one.text.startswith("fix"))
                 what = "that line" if any(fix.source for fix in fixes) else "that"
                 return f"whether it fits once {what} is changed", run()
