@@ -172,6 +172,7 @@ def test_images_of_a_sampler_that_are_the_next_inputs() -> None:
     assert finding.id == "evaluation-accumulates" and "kept by list `images` (" in finding.title
 
 
+@pytest.mark.nightly
 def test_a_sum_of_losses_that_keeps_the_graphs_of_an_evaluation() -> None:
     """No backward is to come, as it would be for the calls of a training."""
 

@@ -18,6 +18,7 @@ from memprof.findings.suggestions import suggest
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import Trace
 from memprof.units import GIB
+from tests.lanes import by_day
 from tests.unit.findings import programs
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -188,7 +189,12 @@ def test_what_is_suggested(name: str) -> None:
     assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
 
 
-@pytest.mark.parametrize(("name", "change"), [(name, change) for name in CASES for change in CASES[name][3]])
+SHOWN = (("words", "chunked-loss"), ("scores", "scaled_dot_product_attention instead of"), ("points", "in chunks of"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), by_day(((name, change) for name in CASES for change in CASES[name][3]), *SHOWN)
+)
 def test_it_does_what_it_says(name: str, change: str) -> None:
     (suggestion,) = [one for one in suggestions_for(name) if label(one) == change]
     needed = replay_on_gpu(record(CASES[name][3][change]), None).required_reserved_bytes
