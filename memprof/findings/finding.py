@@ -50,7 +50,7 @@ class Suggestion:
     required_bytes: int  # Reserved peak of the recorded run with this change.
     fits: bool | None  # Whether the recorded run then fits; None: no GPU is given.
     num_bytes: int = field(metadata=json_name("bytes", last=True))  # By which the reserved peak is lower.
-    source: str | None = field(default=None, metadata=json_name(None))  # `file:line function` that the change is about
+    source: str | None = None  # `file:line function` that the change is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Finding:
     evidence: tuple[Evidence, ...]
     fixes: tuple[str, ...]  # Names of fixes, most helpful first.
     # Whether the run does not fit, and would without what was found: such a finding is shown first.
-    is_decisive: bool = field(default=False, metadata=json_name(None))
+    is_decisive: bool = field(default=False, metadata=json_name("is_cause"))
     suggestions: tuple[Suggestion, ...] = ()  # Changes with their effect, which `fixes` has the names of, where known.
     # The change of one place in the program that takes the cause away; None: there is none, or it is not that local.
     edit: Edit | None = field(default=None, metadata=json_name(None))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memprof.errors import UsageError
+from memprof.findings import Finding, Severity, Suggestion
 from memprof.flows.account import analyze
 from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.recommendation import Configuration, LargestFit, LengthRisk, Recommendation
@@ -51,6 +52,14 @@ def test_reports_come_back(trace) -> None:
     again = through_json(document)
     assert again.to_json() == document.to_json()
     assert str(again) == str(document)
+
+
+def test_a_cause_and_the_line_of_a_suggestion_come_back() -> None:
+    suggestion = Suggestion("smaller batches", None, 1, True, 2, "train.py:3 step")
+    finding = Finding("toy", Severity.WARNING, "Toy", 5, (), (), is_decisive=True, suggestions=(suggestion,))
+    values = to_plain(finding)
+    assert values["is_cause"] is True
+    assert from_plain(Finding, values) == finding
 
 
 def test_recommendations_come_back() -> None:
