@@ -51,7 +51,6 @@ def find(context: Context) -> list[Finding]:
     decides, squeeze = is_decisive(context, needs), "squeeze(-1)" if ones else "squeeze(1)"
     title = (
         f"{column} with {row} makes {pairs_text} at {file_and_line(line)}: if that was not meant, {squeeze}"
-        f"{f'; then {describe_cure(context)}' * decides}"
     )
     evidence = (
         fix_at(line, f"if {pairs_text} was not meant: {squeeze} on {column}"),

@@ -159,7 +159,6 @@ def _make_finding(
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     decisive = _is_decisive(context, kept_storages)
-    title += f"; with them {name_other_place(context)} {describe_cure(context)}" * decisive
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
     edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     return Finding(

@@ -52,7 +52,6 @@ def _make_finding(context: Context, source: str | None, frozen: list[FrozenInVai
     if gradients and not context.ledger.run.fits:
         needs = compute_needs_without(context, gradients)
     decides = is_decisive(context, needs)
-    title += f"; without these gradients alone {describe_cure(context)}" * decides
     # That they are trained is an error of the program: it comes before what else would let the run get on.
     num_bytes = max(saved_bytes, context.lifetimes.sum_bytes(parameters)) if decides else saved_bytes
     return Finding(

@@ -191,7 +191,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         models = sorted(replaced)
-        what, fix = "a model that was last used before another one was built", f"before the next one is built, {fix}"
+        what = "an earlier model"
     elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
@@ -223,7 +223,7 @@ def _make_model_fix(holder: Holder | None) -> str:
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
         return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
     if holder is not None and holder.kind in _CONTAINERS:
-        return f"move each model of `{holder.name}` to host memory (.cpu()) after its last use, or remove it there"
+        return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
     return "delete the model and its optimizer, or move them to the host"
 
 
@@ -375,14 +375,14 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
     title = (
-        f"{format_bytes(shown)} stay on the GPU unused: {group.description}{where}"
-        f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
+        f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
     )
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
         effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")
         if needs is not None
         else Evidence("the run's peak is at another moment, and the same without it"),
+        *([Evidence(where)] if where else []),
         *([Evidence(group.note)] if group.note else []),
         *_make_tensor_evidence(context, group.storages),
     )
@@ -403,7 +403,7 @@ def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:
 
 
 def _format_last_use(context: Context, event: int) -> str:
-    """Return the stage of the last use, for the title; a stage that allocates nothing has its phase's name."""
+    """Return the stage of the last use, as evidence; a stage that allocates nothing has its phase's name."""
     stages = [span for span in context.ledger.spans if span.begin < event <= span.end]
     if stages:
         name, step, micro_batch = stages[0].name, stages[0].step, stages[0].micro_batch
@@ -412,7 +412,7 @@ def _format_last_use(context: Context, event: int) -> str:
         name = kind.value
     if name == PhaseKind.OTHER.value:
         return ""
-    return f", last used in {format_stage(describe_name(name), step, micro_batch)}"
+    return f"last used in {format_stage(describe_name(name), step, micro_batch)}"
 
 
 def _find_most(context: Context, frees: dict[int, int], measure: Callable[[int], int]) -> int:

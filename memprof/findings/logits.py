@@ -76,7 +76,7 @@ def _name_kinds(trace: Trace, storages: Iterable[int]) -> str:
         counts[kind] += 1
         sizes[kind] += trace.storages[index].num_bytes
     large = [kind for kind, num_bytes in sizes.most_common() if num_bytes >= MIN_KIND_SHARE * sizes.total()]
-    *others, last = [f"{counts[kind]} x {kind}" if counts[kind] > 1 else kind for kind in large]
+    *others, last = [f"{kind} ({counts[kind]} times)" if counts[kind] > 1 else kind for kind in large]
     return f"{', '.join(others)} and {last}" if others else last
 
 

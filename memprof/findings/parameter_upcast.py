@@ -45,7 +45,6 @@ def find(context: Context) -> list[Finding]:
         sizes = {copy: trace.storages[copy].num_bytes // 2 for copy in copies}
         needs = compute_needs_of(context, resize(trace, sizes))
         decides = is_decisive(context, needs)
-        title += f"; without the copies {describe_cure(context)}" * decides
         findings.append(
             Finding("parameters-upcast", Severity.WARNING, title, excess, evidence, (), is_decisive=decides)
         )

@@ -66,7 +66,6 @@ def find(context: Context) -> list[Finding]:
         )
     title = (
         f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-        f"{f'; then {describe_cure(context)}' * decides}"
     )
     fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
     if call is not None and source is not None and _leads_to_none(context, call):

@@ -38,7 +38,6 @@ def find(context: Context) -> list[Finding]:
         f"One checkpoint at {file_and_line(source)} has {len(largest)} layers ({stack}): its backward computes the "
         f"activations of all of them at once; with a checkpoint for each layer the peak is "
         f"{percent(num_bytes, ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-        f"{f', and {describe_cure(context)}' * decides}"
     )
     fix = "fix: call checkpoint for each layer, or checkpoint_sequential(layers, number of layers, x)"
     evidence = (Evidence(fix, source=source), effect_evidence(context, needs, "with a checkpoint for each layer"))

@@ -63,6 +63,7 @@ def test_json_alone_on_stdout(script):
         "misses_unfreezing": False,
         "idle_optimizers": 0,
         "misses_model": False,
+        "evaluation_step": None,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -160,6 +160,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "misses_unfreezing": False,
         "idle_optimizers": 0,
         "misses_model": False,
+        "evaluation_step": None,
     }
 
 

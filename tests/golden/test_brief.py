@@ -57,7 +57,7 @@ def test_where_a_cause_decides_nothing_else_is_a_reason() -> None:
     other = finding("logits-explosion", Severity.WARNING)
     text = with_findings(document(2048 * MIB), cause, other)
     assert "- cause: title of idle-memory\n" in text and "title of logits-explosion" not in text
-    assert "- warning: title of logits-explosion\n" in with_findings(document(2048 * MIB), other)
+    assert "- title of logits-explosion\n" in with_findings(document(2048 * MIB), other)
 
 
 def test_the_fix_of_a_line_is_what_to_do_first() -> None:

@@ -54,7 +54,7 @@ def propose(context: Context) -> Iterator[Proposal]:
             change = "F.cross_entropy(..., label_smoothing=...) instead of targets as large as the logits at "
             change += f"{file_and_line(line)}, and of some tokens at a time"
         elif gathered is not None:
-            change += "as the gathered logits minus their logsumexp instead of the gathered log_softmax at "
+            change += "as the gathered logits minus their logsumexp instead of log_softmax, gathered at "
             change += file_and_line(line)
         else:
             change += f"with its logits at {file_and_line(line)}"

@@ -19,7 +19,7 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import describe_tensor, name_operator
+from memprof.report.terminal.cells import A_BUFFER, describe_tensor, name_operator
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
@@ -96,17 +96,19 @@ class _Fitting:
 
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as the cause; and whether torch's advice helps, if no cause is known."""
+    code, unless that is quoted as what to change; and whether torch's advice helps. Nothing if the cause is known."""
     verdict = document.verdict
-    if verdict.oom_shape is None or verdict.oom_source is None:
+    if verdict.oom_shape is None or verdict.oom_source is None or _is_solved(document):
         return []
     tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
+    if tensor == A_BUFFER:
+        tensor = f"{tensor} of {format_bytes(verdict.tried_to_allocate_bytes or 0)}"
     text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
     if verdict.expandable_segments_help and not any(one.is_decisive for one in list_causes(document)):
-        text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
+        text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
@@ -156,20 +158,22 @@ def _list_notes(document: Report) -> list[Finding]:
 
 
 def _render_title(finding: Finding) -> RenderableType:
-    """Return `describe_cause` as an item of a list, its label in the colour of its severity."""
-    style = SEVERITY_STYLE[Severity.ERROR if finding.is_decisive else finding.severity]
-    label, _, rest = describe_cause(finding).partition(": ")
-    return make_item(Text("").append(f"{label}: ", style=style).append(rest))
+    """Return `describe_cause` as an item of a list, its label in colour."""
+    text = describe_cause(finding)
+    label = text.removesuffix(finding.title) if text.endswith(finding.title) else f"{text.partition(': ')[0]}: "
+    return make_item(Text("").append(label, style=SEVERITY_STYLE[Severity.ERROR]).append(text.removeprefix(label)))
 
 
 def describe_cause(finding: Finding) -> str:
-    """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
+    """Return a finding's title, after `cause` or `error` if it is one; of an error that ended the run, also its
+    message."""
     text = finding.title
     if finding.id == "run-failed" and finding.evidence:
         place, _, reason = text.rpartition(": ")
         message = finding.evidence[0].text
         text = f"{place}: {message}" if message.startswith(reason) else f"{text}\n{message}"
-    return f"{'cause' if finding.is_decisive else finding.severity.value}: {text}"
+    label = "cause: " if finding.is_decisive else "error: " if finding.severity is Severity.ERROR else ""
+    return f"{label}{text}"
 
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:
@@ -213,10 +217,7 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
             lines += [make_item(f"{text}:"), indent(ShellCommand(code))]
         else:
             lines += [make_item(Text(text, style="green")), *([_quote(code)] if code else [])]
-    is_cut = document.program is not None and document.program.ended == "refused"
-    has_needs = is_cut and any(": needs " in action.text for action in actions)
-    note = " (what comes after the failed allocation was not run, and may need more)" * has_needs
-    return [make_section(f"Do{note}", *lines, below=1)] if lines else []
+    return [make_section("Do", *lines, below=1)] if lines else []
 
 
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
@@ -226,9 +227,7 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown])):
         code = read_code(source, code_folder) if source and code_folder else None
         actions.append(Action(fix, code or ""))
-    decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
-    is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
-    if not (is_solved or document.ladder):
+    if not (_is_solved(document) or document.ladder):
         ranked = sorted(document.findings, key=lambda finding: finding.id != "does-not-fit")  # it has all, best first
         suggestions = {s.text: s for finding in ranked for s in finding.suggestions}.values()
         # Those that do not fit are of use only where none does: together with others they may.
@@ -241,6 +240,11 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
     return actions
+
+
+def _is_solved(document: Report) -> bool:
+    """Return whether the first finding is the cause, with its change: the run fits with that change alone."""
+    return any(_list_line_fixes([finding for finding in document.findings[:1] if finding.is_decisive]))
 
 
 def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
@@ -289,7 +293,10 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
-    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run."""
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause is
+    known."""
+    if _is_solved(document):
+        return Group()
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
     with_tensors = _merge_equal_names(rows, peak_index)
@@ -301,15 +308,13 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
         (row, *format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident))
         for i, row in ((i, replace(rows[i], num_rounds=with_tensors[i])) for i in top)
     ]
-    # Where all fit, the verdict says so.
-    shows_fit = document.source == "simulated" and any(fit.plain != "fits" for *_, fit in cells)
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
-    table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
+    table = make_table(title, ">peak", ">at its end")
     for row, name, fit in cells:
         ended = row.oom and document.program is not None and document.program.ended == "refused"
         sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
-        table.add_row(name, *sizes, *([fit] * shows_fit))
+        table.add_row(name.append(f"  <- {fit.plain}", style="red") if row.oom and not ended else name, *sizes)
     omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)

@@ -600,3 +600,19 @@ def test_a_call_that_raised_has_no_end() -> None:
     assert categories_of(b, inside) == [TEMPORARIES]
     b.leave()
     assert categories_of(b, inside) == [ACTIVATIONS]
+
+
+@pytest.mark.parametrize(("num_ends", "category"), [(1, UNATTRIBUTED), (2, Category.KEPT), (3, Category.KEPT)])
+def test_what_outlives_the_next_step_is_kept_by_the_program(num_ends: int, category: Category) -> None:
+    """Of one line, in one step; what another line makes is freed with the next step."""
+    b = TraceBuilder()
+    b.phase(PhaseKind.FORWARD, 1)
+    b.phase(PhaseKind.OTHER, 1)
+    kept, other = b.new(5, line="train.py:1 main"), b.new(5, line="train.py:2 main")
+    for step in range(1, num_ends + 1):
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.phase(PhaseKind.OTHER, step)
+        b.free(*[other] * (step == 1))
+    last = b.new(5, line="train.py:1 main")
+    assert categories_of(b, kept, last) == [category, category]
+    assert categories_of(b, other) == [UNATTRIBUTED]

@@ -10,7 +10,14 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.own_code import has_evaluation, has_later_evaluation, has_training, has_unfreezing, may_train
+from memprof.script.own_code import (
+    find_evaluation_step,
+    has_evaluation,
+    has_later_evaluation,
+    has_training,
+    has_unfreezing,
+    may_train,
+)
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -202,3 +209,18 @@ def test_an_evaluation_after_the_loop_that_moves_something(tmp_path: Path, text:
     thread.start()
     thread.join()
     assert answers == [is_later]
+
+
+@pytest.mark.parametrize(
+    ("loop", "step"),
+    [
+        ("for i in range(9**9):\n  STOP\n  if i % every == 0 and i:\n    validate(model)", 1000),
+        ("for i in range(9**9):\n  STOP\n  if i % 2 == 0:\n    validate(model)", None),  # it has come to that
+        ("for i in range(9**9):\n  STOP\n  if i % every == 0:\n    log(i)\n  if done:\n    validate(model)", None),
+        ("for epoch in range(9):\n  for i in range(50):\n    STOP\n  validate(model)", 50),
+        ("for i in range(50):\n  STOP\nvalidate(model)", None),
+    ],
+)
+def test_the_step_after_which_an_evaluation_comes(tmp_path: Path, loop: str, step: int | None) -> None:
+    frame = frame_of(tmp_path / "train.py", f"every = 1000\n{loop}\n".replace("STOP", "stop(); raise SystemExit"))
+    assert find_evaluation_step(frame, 2) == step
