@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
-from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_of, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import is_large

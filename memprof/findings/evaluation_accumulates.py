@@ -8,7 +8,7 @@ from collections.abc import Set
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_of, describe_cure, has_host_memory, is_decisive, name_other_place
+from memprof.findings.effect import compute_needs_of, has_host_memory, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
+from memprof.findings.effect import compute_needs_without, is_decisive
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     LeakGroup,

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from memprof.allocator import GpuReplay, MemoryNeeds
-from memprof.findings.does_not_fit import stage_text
 from memprof.findings.effect import format_reserved
 from memprof.findings.evidence import (
     ends_in_building,
@@ -53,9 +52,9 @@ def find(context: Context) -> list[Finding]:
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
     is_decisive = is_decisive and oom is not None and oom.max_buffer_bytes is None
     if is_decisive and oom is not None:
-        stage, reserved, free_bytes = oom.stage, oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
+        reserved, free_bytes = oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
     else:
-        stage, reserved = ledger.peak_reserved_stage, ledger.peak_reserved_bytes
+        reserved = ledger.peak_reserved_bytes
         free_bytes = reserved - ledger.peak_bytes
         if free_bytes < MIN_BYTES or free_bytes < MIN_SHARE * reserved:
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_without, is_decisive
 from memprof.findings.evidence import file_and_line, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at

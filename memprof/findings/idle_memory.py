@@ -11,7 +11,6 @@ from typing import NamedTuple
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
-    describe_cure,
     effect_evidence,
     is_decisive,
     name_other_place,
@@ -374,9 +373,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
             return None
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
-    title = (
-        f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
-    )
+    title = f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
         effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_of,
-    describe_cure,
     effect_evidence,
     has_host_memory,
     is_decisive,

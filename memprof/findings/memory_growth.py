@@ -10,7 +10,6 @@ from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
     compute_needs_without,
-    describe_cure,
     effect_evidence,
     is_decisive,
 )
@@ -303,9 +302,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
     return Evidence(text, source=source)
 
 
-def _format_title(
-    trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str
-) -> str:
+def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:
     kept_by, bytes_per_step = format_holders(*holders, word=word), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from memprof.allocator import MemoryNeeds
-from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_of, is_decisive
 from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.effect import (
     compute_needs_with_frees,
-    describe_cure,
     effect_evidence,
-    format_reserved,
     is_decisive,
 )
 from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence

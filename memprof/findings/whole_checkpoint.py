@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_of, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, percent
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.proposals.checkpointing import LayerCall, checkpoint_calls, list_recomputed_calls

@@ -80,8 +80,8 @@ def list_spans(trace: Trace) -> list[Span]:
 
 
 def _find_evaluations_with_gradients(trace: Trace) -> set[int]:
-    """Return the begins of forward phases that are evaluations: their calls are of modules in eval mode that were trained
-    before, from other lines, and no backward begins before the next call in training mode."""
+    """Return the begins of forward phases that are evaluations: they call modules in eval mode that other lines have
+    trained before, and no backward begins before the next call in training mode."""
     phases = trace.list_phase_begins()
     begins = [time for time, _ in phases]
     backwards = [time for time, phase in phases if phase.kind is PhaseKind.BACKWARD]

@@ -93,7 +93,7 @@ def list_texts_after_loops(frame: FrameType | None) -> Iterator[str]:
 
 
 def list_periods(frame: FrameType | None, wanted: re.Pattern[str]) -> Iterator[int]:
-    """Yield each number n of the conditions `... % n ...` under which the loops around `frame` run code with `wanted`."""
+    """Yield the numbers n of conditions `... % n ...` under which the loops around `frame` run code with `wanted`."""
     for caller, lines, loop in _iterate_outermost_loops(frame):
         variables = ChainMap(read_local_variables(caller), caller.f_globals)
         branches = (node for node in ast.walk(loop) if isinstance(node, ast.If))

@@ -293,8 +293,8 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
-    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause is
-    known."""
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause
+    is known."""
     if _is_solved(document):
         return Group()
     unit, rows = choose_report_unit(document), fold_stages(document)

@@ -31,7 +31,10 @@ def test_plain_words(name: str, words: str) -> None:
 @pytest.mark.parametrize(("num_steps", "suffix"), [(0, ""), (1, " of step 1")])
 @pytest.mark.parametrize(
     ("ended", "title"),
-    [("refused", "48.00 MiB of tensors, the failed allocation included"), ("exit", "At the peak, 48.00 MiB of tensors in")],
+    [
+        ("refused", "48.00 MiB of tensors, the failed allocation included"),
+        ("exit", "At the peak, 48.00 MiB of tensors in"),
+    ],
 )
 def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, title: str) -> None:
     """The peak has the allocation that failed, and a script that trains nothing has no step."""

@@ -123,15 +123,18 @@ def test_up_to_a_thousand_steps_are_run_to_their_end(document: Report, planned: 
 @pytest.mark.parametrize(
     ("stage", "source", "callers", "place"),
     [
-        ("layer 3", "lib/model.py:9 forward", ("train.py:4 evaluate",), "at train.py:4 in evaluate(), in layer 3 of step 2"),
+        (
+            "layer 3",
+            "lib/model.py:9 forward",
+            ("train.py:4 evaluate",),
+            "at train.py:4 in evaluate(), in layer 3 of step 2",
+        ),
         ("own code", "train.py:4 <module>", (), "at train.py:4, in step 2"),
         ("evaluation own code", "/lib/x.py:9 f", ("train.py:4 <module>",), "at train.py:4, in the evaluation"),
         ("layer 3", "/lib/x.py:9 f", (), "in layer 3 of step 2"),
     ],
 )
-def test_where_memory_runs_out(
-    document: Report, stage: str, source: str, callers: tuple[str, ...], place: str
-) -> None:
+def test_where_memory_runs_out(document: Report, stage: str, source: str, callers: tuple[str, ...], place: str) -> None:
     verdict = dataclasses.replace(
         document.verdict, fits=False, oom_stage=stage, oom_step=2, oom_source=source, oom_callers=callers
     )
@@ -144,7 +147,18 @@ def test_where_memory_runs_out(
         assert text == f"Does not fit: out of memory {place}. It needs {size}; the GPU has 24.00 GiB."
     needs = dataclasses.replace(verdict, required_bytes=24 * GIB + 1)
     one = dataclasses.replace(document, verdict=needs, device=device, program=program)
-    assert to_text(render_verdict(one, is_short=True)).split()[-9:] == "It needs more than the 24.00 GiB of the GPU.".split()
+    assert to_text(render_verdict(one, is_short=True)).split()[-9:] == [
+        "It",
+        "needs",
+        "more",
+        "than",
+        "the",
+        "24.00",
+        "GiB",
+        "of",
+        "the",
+        "GPU.",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +172,11 @@ def test_a_run_that_was_stopped_fits_for_its_steps(document: Report, ended: str,
 
 @pytest.mark.parametrize(
     ("evaluation_step", "where", "command"),
-    [(999, " (after step 999)", "memprof run --steps 1000 a.py"), (1000, " (after step 1,000)", None), (None, "", None)],
+    [
+        (999, " (after step 999)", "memprof run --steps 1000 a.py"),
+        (1000, " (after step 1,000)", None),
+        (None, "", None),
+    ],
 )
 def test_the_evaluation_of_a_long_training_is_run_if_its_step_is_known(
     document: Report, evaluation_step: int | None, where: str, command: str | None
