@@ -379,9 +379,9 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")
         if needs is not None
         else Evidence("the run's peak is at another moment, and the same without it"),
-        *([Evidence(where)] if where else []),
         *([Evidence(group.note)] if group.note else []),
         *_make_tensor_evidence(context, group.storages),
+        *([Evidence(where)] if where else []),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept

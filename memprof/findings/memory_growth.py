@@ -247,8 +247,9 @@ def _make_finding_until_peak(
         # The line of the change is that of `holder`, if it fills it.
         lines = [None if one is holder and one.fills else one.source for one in named]
         places = ["" if line is None else f" ({file_and_line(line)})" for line in lines]
-        what = " and ".join(f"{describe_holder(one)}{place}" for one, place in zip(named, places, strict=True))
-        fix = f"call .detach() on what {what} keeps for the next pass"
+        states = [f"what {describe_holder(one)} keeps" if one.kind else f"`{one.name}`" for one in named]
+        what = " and ".join(f"{state}{place}" for state, place in zip(states, places, strict=True))
+        fix = f"call .detach() on {what} after each pass"
         evidence.append(holder_fix_evidence(holder, fix))
         edit = None if others else make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     elif carried := _list_carried(context.ledger.trace, [holder]):

@@ -182,12 +182,3 @@ def test_the_result_of_a_search_comes_first() -> None:
     runs = tuple(LargestSearchRun(number, 1, number < 4, "loss", f"memprof {number}") for number in (2, 3, 4))
     report = replace(document(8192 * MIB), limit=LargestSearch("batch-size", 3, 4, runs))
     assert to_text(render(report), 100).strip().startswith("The largest batch that fits: 3\n")
-
-
-@pytest.mark.parametrize(("ended", "is_told"), [("refused", True), ("steps", False)])
-def test_of_a_script_that_ended_the_rest_is_not_known(ended: str, is_told: bool) -> None:
-    program = ProgramFacts(("a.py",), ended, None, 2, (), asked=RunSpec())
-    report = replace(document(2048 * MIB), target=None, program=program)
-    change = Suggestion("use cdist: needs 2", None, 2, True, 1)
-    text = with_findings(report, finding("x", Severity.WARNING, suggestions=(change,)))
-    assert ("Do (what comes after the failed allocation was not run, and may need more)" in text) is is_told

@@ -96,7 +96,8 @@ class _Fitting:
 
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as what to change; and whether torch's advice helps. Nothing if the cause is known."""
+    code, unless one that is to be changed is quoted; and whether torch's advice helps, if no change is known that does.
+    Nothing if the cause is known."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None or _is_solved(document):
         return []
@@ -107,11 +108,12 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     if tensor == A_BUFFER:
         tensor = f"{tensor} of {format_bytes(verdict.tried_to_allocate_bytes or 0)}"
     text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
-    if verdict.expandable_segments_help and not any(one.is_decisive for one in list_causes(document)):
+    changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
+    if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
-    is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
+    is_quoted = any(action.code and not action.command for action in list_actions(document, code_folder))
     return [make_item(text), *(_quote(code) for code in codes[:1] if not is_quoted)]
 
 
@@ -143,7 +145,9 @@ def list_causes(document: Report) -> list[Finding]:
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
     decisive = [finding for finding in others if finding.is_decisive]
-    shown = decisive or [finding for finding in others if finding.severity is not Severity.NOTE]
+    noticed = [finding for finding in others if finding.severity is not Severity.NOTE]
+    # What is free in pieces is seldom more than a part of what another finding is about.
+    shown = decisive or [one for one in noticed if one is noticed[0] or one.id != "fragmentation"]
     by_title: dict[str, Finding] = {}  # two models of one class that are used alike have findings with equal titles
     for finding in shown:
         by_title.setdefault(finding.title, finding)
@@ -294,8 +298,8 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause
-    is known."""
-    if _is_solved(document):
+    is known, or memory ended the run: what is there then stands above."""
+    if _is_solved(document) or (document.program is not None and document.program.ended == "refused"):
         return Group()
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
@@ -312,9 +316,8 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
     table = make_table(title, ">peak", ">at its end")
     for row, name, fit in cells:
-        ended = row.oom and document.program is not None and document.program.ended == "refused"
-        sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
-        table.add_row(name.append(f"  <- {fit.plain}", style="red") if row.oom and not ended else name, *sizes)
+        sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
+        table.add_row(name.append(f"  <- {fit.plain}", style="red") if row.oom else name, *sizes)
     omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)

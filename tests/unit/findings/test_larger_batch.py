@@ -39,7 +39,7 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), of the median step [20 x {ROW}]; the other steps "
+        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), that of the median step [20 x {ROW}]; the other steps "
         "allocate at most 80.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)

@@ -607,6 +607,7 @@ def test_what_outlives_the_next_step_is_kept_by_the_program(num_ends: int, categ
     """Of one line, in one step; what another line makes is freed with the next step."""
     b = TraceBuilder()
     b.phase(PhaseKind.FORWARD, 1)
+    b.free(b.new(5))
     b.phase(PhaseKind.OTHER, 1)
     kept, other = b.new(5, line="train.py:1 main"), b.new(5, line="train.py:2 main")
     for step in range(1, num_ends + 1):

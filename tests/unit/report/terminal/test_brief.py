@@ -51,16 +51,16 @@ def test_stages_of_one_name_are_one_row() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ended", "at_its_end"), [("refused", "-"), ("steps", "60.00")])
-def test_a_stage_in_which_the_script_ended_has_no_end(ended: str, at_its_end: str) -> None:
+@pytest.mark.parametrize(("ended", "is_shown"), [("refused", False), ("steps", True)])
+def test_where_memory_ended_a_script_there_is_no_table_of_stages(ended: str, is_shown: bool) -> None:
     b = TraceBuilder()
     program = ProgramFacts(("a.py",), ended, None, 1, ())
     b.trace.facts = Facts(device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), program=program)
     b.alloc(20 * MIB)
     b.phase(PhaseKind.BACKWARD)
     b.alloc(40 * MIB)
-    line = next(one for one in to_text(render(analyze(b.trace))).splitlines() if "<- peak" in one)
-    assert line.split()[-1] == at_its_end and ("<- out of memory" in line) is (ended == "steps")
+    screen = to_text(render(analyze(b.trace)))
+    assert ("backward  <- peak  <- out of memory" in screen) is is_shown and ("at its end" in screen) is is_shown
 
 
 def test_one_stage_alone_is_no_table() -> None:

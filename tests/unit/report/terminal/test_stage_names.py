@@ -46,7 +46,7 @@ def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, title: s
     b.new(6 * MIB)  # of 4 bytes each
     text = " ".join(to_text(render(analyze(b.trace))).split())
     assert f"{title}{f' backward{suffix}' * (ended == 'exit')} " in text
-    assert f"out of memory in backward{suffix}. It needs" in text
+    assert f"runs out of memory in backward{suffix}, when" in text
 
 
 def test_what_comes_after_the_last_step_is_none() -> None:
