@@ -179,14 +179,14 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
 
 
 def _find_kept(trace: Trace, categories: list[Category], births: list[int], deaths: list[int]) -> set[int]:
-    """Return the storages that are made in a training step, and not freed before the next one has ended; and of those
-    without a role in their step, what the same lines make later."""
+    """Return the storages that are made in a training step, and not freed before the next one has ended; of those
+    without a role in their step, what the same lines make later; and what was seen to pile up in a container."""
     ends: dict[int, int] = {}
     begins = trace.list_phase_begins()
     for (_, phase), (end, _) in pairwise(begins):
         if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
             ends[phase.step] = end
-    first = next((time for time, phase in begins if phase.step), len(trace.events))
+    first = next((time for time, phase in begins if phase.kind.computes), len(trace.events))
     step_ends = sorted(ends.values())
     own = [
         index
@@ -197,12 +197,20 @@ def _find_kept(trace: Trace, categories: list[Category], births: list[int], deat
         index for index in own if bisect.bisect(step_ends, deaths[index]) - bisect.bisect(step_ends, births[index]) > 1
     }
     lines = {(trace.storages[index].op, trace.storages[index].source) for index in kept}
-    return kept | {
+    kept.update(
         index
         for index in own
         if categories[index] in (Category.UNATTRIBUTED, Category.INPUTS)
         and (trace.storages[index].op, trace.storages[index].source) in lines
-    }
+    )
+
+    def make_key(index: int) -> tuple[object, ...]:
+        storage = trace.storages[index]
+        return storage.op, storage.source, storage.module, storage.dtype, trace.phases[storage.phase].kind
+
+    containers = (holder for holder in trace.holders if holder.kind and not holder.is_cycle and holder.limit is None)
+    keys = {make_key(index) for holder in containers for index in holder.storages}
+    return kept.union(index for index in own if make_key(index) in keys)
 
 
 def is_half_precision_copy(storage: Storage, weight_shapes: set[tuple[int, ...]]) -> bool:

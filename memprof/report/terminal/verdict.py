@@ -274,8 +274,8 @@ def _list_unseen(document: Report) -> Iterator[str]:
     if program is None:
         return
     if program.misses_evaluation:
-        step = program.evaluation_step
-        yield f"the evaluation in its code was not reached{'' if step is None else f' (after step {step:,})'}"
+        which, step = "a later" if program.evaluated else "the", program.evaluation_step
+        yield f"{which} evaluation in its code was not reached{'' if step is None else f' (after step {step:,})'}"
     if program.misses_unfreezing:
         yield "its training loop unfreezes parameters, and that was not reached"
     if program.misses_model:
@@ -301,7 +301,8 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     convolutions, whether it does for the most that they may take."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None and (unseen := next(_list_unseen(document), None)):
-        return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
+        text = f"{_name_part(document)} {need}, {format_bytes(spare)} to spare; {unseen}."
+        return _label("Fits so far", "bold yellow", text)
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
         context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes
         rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes + context_bytes)}"

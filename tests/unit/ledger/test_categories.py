@@ -7,7 +7,7 @@ import pytest
 from memprof.ledger.categories import Category, categorize, is_half_precision_copy
 from memprof.ledger.stages import list_spans
 from memprof.spec import TargetSpec
-from memprof.trace.events import HOST, NONE, EventKind, Forward, ModuleRole, PhaseKind, Role
+from memprof.trace.events import HOST, NONE, EventKind, Forward, Holder, ModuleRole, PhaseKind, Role
 from memprof.trace.facts import Facts, Target
 from tests.unit.ledger.forwards import VOCABULARY, WIDTH, run_forward
 from tests.unit.traces import TraceBuilder
@@ -617,3 +617,14 @@ def test_what_outlives_the_next_step_is_kept_by_the_program(num_ends: int, categ
     last = b.new(5, line="train.py:1 main")
     assert categories_of(b, kept, last) == [category, category]
     assert categories_of(b, other) == [UNATTRIBUTED]
+
+
+@pytest.mark.parametrize(("kind", "line", "is_kept"), [("list", 1, True), ("", 1, False), ("list", 2, False)])
+def test_what_piles_up_in_a_container_is_kept_by_the_program(kind: str, line: int, is_kept: bool) -> None:
+    """In an evaluation: two outputs that were seen in the container, and one that came later."""
+    b = TraceBuilder()
+    b.phase(PhaseKind.EVALUATION)
+    seen = b.new(5, line="train.py:1 main"), b.new(5, line="train.py:1 main")
+    b.trace.holders.append(Holder(9, kind, "outputs", None, False, None, seen, 0, 0, None))
+    later = b.new(5, line=f"train.py:{line} main")
+    assert (categories_of(b, later) == [Category.KEPT]) is is_kept

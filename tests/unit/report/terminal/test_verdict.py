@@ -62,7 +62,11 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
 @pytest.mark.parametrize(
     ("missed", "said_of_it", "purpose"),
     [
-        ({"misses_evaluation": True}, "the evaluation in its code was not reached", "whether its evaluation fits too"),
+        (
+            {"misses_evaluation": True},
+            "a later evaluation in its code was not reached",
+            "whether its evaluation fits too",
+        ),
         ({"misses_unfreezing": True}, "unfreezes parameters", "whether it fits with these parameters"),
         ({"misses_model": True}, "builds another model", "whether the next model fits too"),
         ({"idle_optimizers": 1}, "an optimizer has made no step", "whether the steps of the other optimizer fit too"),
@@ -172,7 +176,7 @@ def test_the_evaluation_of_a_long_training_is_run_if_its_step_is_known(
     document: Report, evaluation_step: int | None, where: str, command: str | None
 ) -> None:
     program = ProgramFacts(("a.py",), "steps", None, 25, (), asked=RunSpec(), planned_steps=700_000)
-    program = dataclasses.replace(program, misses_evaluation=True, evaluation_step=evaluation_step)
+    program = dataclasses.replace(program, evaluated=False, misses_evaluation=True, evaluation_step=evaluation_step)
     document = dataclasses.replace(document, program=program, source="simulated")
     assert f"; the evaluation in its code was not reached{where}." in said(document, 8 * GIB, None)
     assert (choose_next_step(document) or (None, None))[1] == command
