@@ -107,7 +107,7 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
-    need_intro = "Up to there the script needs" if was_refused else "The whole run needs"
+    need_intro = "It needs at least" if was_refused else "It needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
@@ -138,8 +138,8 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
 
 
 def _describe_place(document: Report, where: str) -> str:
-    """Return where memory runs out: in a script the line of its own code from which all follows, then the stage `where`
-    as words, which code outside modules has none of."""
+    """Return where memory runs out: in a script the line of its own code, then the stage `where` as words; code outside
+    modules is named by that line alone."""
     verdict = document.verdict
     sources = [] if verdict.oom_source is None else [verdict.oom_source, *verdict.oom_callers]
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are

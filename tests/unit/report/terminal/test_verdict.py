@@ -47,7 +47,7 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
 
 @pytest.mark.parametrize(
     ("ended", "need"),
-    [("refused", "Up to there the script needs"), ("exit", "The whole run needs")],
+    [("refused", "It needs at least"), ("exit", "It needs")],
 )
 def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: str) -> None:
     b = TraceBuilder()
