@@ -191,7 +191,7 @@ def _find_kept(trace: Trace, categories: list[Category], births: list[int], deat
     own = [
         index
         for index, category in enumerate(categories)
-        if category in _MADE_IN_STEPS and index not in trace.owners and first <= births[index]
+        if category in _MADE_IN_STEPS and first <= births[index]
     ]
     kept = {
         index for index in own if bisect.bisect(step_ends, deaths[index]) - bisect.bisect(step_ends, births[index]) > 1

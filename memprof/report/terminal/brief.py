@@ -169,15 +169,15 @@ def _render_title(finding: Finding) -> RenderableType:
 
 
 def describe_cause(finding: Finding) -> str:
-    """Return a finding's title, after `cause` or `error` if it is one; of an error that ended the run, also its
-    message."""
+    """Return a finding's title, after `cause` if it decides the verdict; of an error of the program that ended the run,
+    after `error`, and with its message."""
     text = finding.title
     if finding.id == "run-failed" and finding.evidence:
         place, _, reason = text.rpartition(": ")
         message = finding.evidence[0].text
         text = f"{place}: {message}" if message.startswith(reason) else f"{text}\n{message}"
-    label = "cause: " if finding.is_decisive else "error: " if finding.severity is Severity.ERROR else ""
-    return f"{label}{text}"
+    label = "error" if finding.id == "run-failed" else "cause"
+    return f"{label}: {text}" if finding.is_decisive or finding.severity is Severity.ERROR else text
 
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:
