@@ -155,10 +155,9 @@ def list_causes(document: Report) -> list[Finding]:
 
 
 def _list_notes(document: Report) -> list[Finding]:
-    """Return the note that is shown where there is no cause, if there is one."""
-    # Of a run with room for its fragmentation, and of categories, which are below: nothing to do.
-    others = ("fragmentation", "unattributed")
-    return [one for one in document.findings if one.severity is Severity.NOTE and one.id not in others][:1]
+    """Return the note that is shown where there is no cause, if one has something to do."""
+    notes = (one for one in document.findings if one.severity is Severity.NOTE)
+    return [one for one in notes if any(_list_line_fixes([one]))][:1]
 
 
 def _render_title(finding: Finding) -> RenderableType:
