@@ -178,7 +178,8 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     holder = find_idle_holder(trace, parameters)
-    fix = _make_model_fix(holder)
+    has_state = any(trace.owners[index].role is Role.OPTIMIZER_STATE for index in models)
+    fix = _make_model_fix(holder, has_state=has_state)
     if num_models > 1:
         each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
         if len({trace.owners[index].name for index in parameters}) == len(parameters):
@@ -216,14 +217,15 @@ def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
     return _Group(what, fix, source, waiting.storages, is_model=True)
 
 
-def _make_model_fix(holder: Holder | None) -> str:
+def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
     """Return what to do with a model that is no longer used; if `holder` is a cache or a container, with that."""
     if holder is not None and holder.kind == "lru_cache":
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
         return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
     if holder is not None and holder.kind in _CONTAINERS:
         return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
-    return "delete the model and its optimizer, or move them to the host"
+    what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
+    return f"delete {what}, or move {them} to the host"
 
 
 def _make_error_groups(trace: Trace) -> list[_Group]:

@@ -188,11 +188,7 @@ def _find_kept(trace: Trace, categories: list[Category], births: list[int], deat
             ends[phase.step] = end
     first = next((time for time, phase in begins if phase.kind.computes), len(trace.events))
     step_ends = sorted(ends.values())
-    own = [
-        index
-        for index, category in enumerate(categories)
-        if category in _MADE_IN_STEPS and first <= births[index]
-    ]
+    own = [index for index, category in enumerate(categories) if category in _MADE_IN_STEPS and first <= births[index]]
     kept = {
         index for index in own if bisect.bisect(step_ends, deaths[index]) - bisect.bisect(step_ends, births[index]) > 1
     }

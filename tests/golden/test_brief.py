@@ -78,6 +78,13 @@ def test_the_fix_of_a_note_is_told_where_the_run_fits(total_mib: int, is_told: b
     assert ("- src/train.py:12: keep the number (.item())" in text.partition("\nDo\n")[2]) == is_told
 
 
+def test_a_change_is_told_once_where_one_of_its_variables_has_a_line() -> None:
+    evidence = (Evidence("fix at x.py:1: detach it", source="x.py:1 f"), Evidence("fix: detach it"), Evidence("fix: b"))
+    text = with_findings(document(2048 * MIB), finding("x", Severity.WARNING, evidence=evidence))
+    do = [line.strip() for line in text.partition("\nDo\n")[2].splitlines()[:2]]
+    assert do == ["- x.py:1: detach it", "- b"]
+
+
 def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
     text = with_findings(document(8192 * MIB), finding("device-mismatch", Severity.ERROR))
     lines = text.splitlines()

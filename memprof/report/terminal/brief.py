@@ -227,7 +227,10 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     actions = []
     shown = list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
-    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown])):
+    fixes = dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown]))
+    # What is to be done at a line is not told again of a variable without one.
+    told = {fix.partition(": ")[2] for fix, source in fixes if source}
+    for fix, source in (pair for pair in fixes if pair[1] or pair[0] not in told):
         code = read_code(source, code_folder) if source and code_folder else None
         actions.append(Action(fix, code or ""))
     if not (_is_solved(document) or document.ladder):

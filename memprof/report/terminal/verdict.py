@@ -275,7 +275,8 @@ def _list_unseen(document: Report) -> Iterator[str]:
         return
     if program.misses_evaluation:
         which, step = "a later" if program.evaluated else "the", program.evaluation_step
-        yield f"{which} evaluation in its code was not reached{'' if step is None else f' (after step {step:,})'}"
+        where = "" if step is None else f" (it comes after step {step:,})"
+        yield f"{which} evaluation in its code was not reached{where}"
     if program.misses_unfreezing:
         yield "its training loop unfreezes parameters, and that was not reached"
     if program.misses_model:

@@ -167,8 +167,8 @@ def test_a_run_that_was_stopped_fits_for_its_steps(document: Report, ended: str,
 @pytest.mark.parametrize(
     ("evaluation_step", "where", "command"),
     [
-        (999, " (after step 999)", "memprof run --steps 1000 --gpu h100-80gb a.py"),
-        (1000, " (after step 1,000)", None),
+        (999, " (it comes after step 999)", "memprof run --steps 1000 --gpu h100-80gb a.py"),
+        (1000, " (it comes after step 1,000)", None),
         (None, "", None),
     ],
 )
