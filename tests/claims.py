@@ -135,8 +135,8 @@ def _recommended(before: dict[str, Any], code: int, after: dict[str, Any]) -> No
 # What for, as the line says -> what the command's answer has to be.
 CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "the first row that fits, in full": _same_as_row,
-    "the fixes that make it fit at the least cost": _a_set,
-    "whether any fixes together make it fit": _a_set,
+    "the cheapest --fix options with which it fits": _a_set,
+    "whether any --fix options together make it fit": _a_set,
     "the largest batch that fits": _a_limit,
     "the report of the largest": _the_largest,
     "whether later steps take more": _later,

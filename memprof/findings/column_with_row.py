@@ -5,7 +5,7 @@ So does [N, 1, 1] with [N, 1] make [N, N, 1].
 
 from __future__ import annotations
 
-from memprof.findings.effect import compute_needs_of, describe_cure, format_reserved, is_decisive
+from memprof.findings.effect import compute_needs_of, format_reserved, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at, is_large
@@ -49,10 +49,7 @@ def find(context: Context) -> list[Finding]:
         format_shape(storage.shape),
     )
     decides, squeeze = is_decisive(context, needs), "squeeze(-1)" if ones else "squeeze(1)"
-    title = (
-        f"{column} with {row} makes {pairs_text} at {file_and_line(line)}: if that was not meant, {squeeze}"
-        f"{f'; then {describe_cure(context)}' * decides}"
-    )
+    title = f"{column} with {row} makes {pairs_text} at {file_and_line(line)}: if that was not meant, {squeeze}"
     evidence = (
         fix_at(line, f"if {pairs_text} was not meant: {squeeze} on {column}"),
         Evidence(f"the run {format_reserved(needs, run.required_reserved_bytes)}", num_bytes=num_bytes),

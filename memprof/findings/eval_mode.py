@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
-from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_of, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import is_large
@@ -79,7 +79,7 @@ def _make_finding(context: Context, change: _Change) -> Finding | None:
     title = (
         f"{name} is trained in eval mode from step {step} on: model.train() is missing after {after}. In training mode "
         f"the run allocates at most {format_bytes(usual_bytes)}, in eval mode {format_bytes(ledger.peak_bytes)}, for "
-        f"activation checkpointing works in training mode alone{f'; with it {describe_cure(context)}' * decides}"
+        f"activation checkpointing works in training mode alone"
     )
     evidence = (
         Evidence(f"fix: call model.train() before training goes on, after {after}", source=source),

@@ -8,7 +8,7 @@ from collections.abc import Set
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_of, describe_cure, has_host_memory, is_decisive, name_other_place
+from memprof.findings.effect import compute_needs_of, has_host_memory, is_decisive
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
@@ -159,7 +159,6 @@ def _make_finding(
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     decisive = _is_decisive(context, kept_storages)
-    title += f"; with them {name_other_place(context)} {describe_cure(context)}" * decisive
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
     edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     return Finding(

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 
 from memprof.findings.evaluation_accumulates import find_kept_storages
-from memprof.findings.evidence import file_and_line, format_shape, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.groups import fix_at, is_large
 from memprof.findings.larger_batch import MIN_TIMES
@@ -17,7 +17,7 @@ from memprof.units import format_bytes
 MIN_IMAGE_DIMS = 4  # of a batch of images, which may be cropped in training
 
 _FIX = "evaluate in batches as small as those of training, and put the results together on the host"
-_FIX_OF_LARGER_SAMPLES = "evaluate fewer samples at a time than training has, as each is larger, or parts of them"
+_FIX_OF_LARGER_SAMPLES = "evaluate at most {} at a time, no larger than a batch of training"
 
 
 @rule(59)
@@ -55,13 +55,13 @@ def find(context: Context) -> list[Finding]:
     if times < MIN_TIMES or not is_large(context, ledger.peak_bytes - other_bytes):
         return []
     line, usual_shape = trace.source_line(storage), format_shape(trace.storages[usual].shape)
+    samples = plural(max(1, int(storage.shape[0] / times)), "sample")
     title = (
-        f"The batch of the evaluation is {times:.3g} times as large as those of training: "
-        f"{format_shape(storage.shape)} ({file_and_line(line)}), not {usual_shape}; training allocates at most "
-        f"{format_bytes(other_bytes)}"
+        f"A batch of the evaluation is {format_shape(storage.shape)} ({file_and_line(line)}), one of training "
+        f"{usual_shape}; training allocates at most {format_bytes(other_bytes)}"
     )
     evidence = (
-        fix_at(line, _FIX if of_one_size else _FIX_OF_LARGER_SAMPLES),
+        fix_at(line, _FIX if of_one_size else _FIX_OF_LARGER_SAMPLES.format(samples)),
         tensor_evidence(trace, batch, f"in evaluation: {format_shape(storage.shape)} {storage.dtype}"),
         tensor_evidence(trace, usual, f"in training: {usual_shape} {storage.dtype}"),
     )

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, tensor_evidence
+from memprof.findings.effect import compute_needs_without, is_decisive
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     LeakGroup,
@@ -166,14 +166,13 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     name = trace.modules[calls[0].module].class_name
     source = trace.source_at(calls[0].source)
     line = file_and_line(source)
-    share = percent(num_bytes, context.ledger.peak_bytes)
     mode = "" if any(call.training for call in calls) else " in eval mode"
     keeps = "keeps" if len(calls) == 1 else "keep"
     unused = _find_unused_no_grad(trace, source)
     why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
     title = (
         f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {keeps} up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{format_holders(*groups)}"
+        f"{format_bytes(num_bytes)} for a backward that never comes{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
@@ -193,7 +192,6 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     if context.ledger.trace.last_uses and not context.ledger.run.fits:
         needs = compute_needs_without(context, kept.saved)
     decides = is_decisive(context, needs)
-    title += f"; with it {describe_cure(context)}" * decides
     is_large = decides or num_bytes >= WARNING_SHARE * context.ledger.peak_bytes
     severity = Severity.WARNING if is_large else Severity.NOTE
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from memprof.allocator import GpuReplay, MemoryNeeds
-from memprof.findings.does_not_fit import stage_text
 from memprof.findings.effect import format_reserved
 from memprof.findings.evidence import (
     ends_in_building,
@@ -53,9 +52,9 @@ def find(context: Context) -> list[Finding]:
     is_decisive = oom is not None and ledger.peak_bytes <= oom.limit_bytes and oom.reserved_bytes > oom.in_use_bytes
     is_decisive = is_decisive and oom is not None and oom.max_buffer_bytes is None
     if is_decisive and oom is not None:
-        stage, reserved, free_bytes = oom.stage, oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
+        reserved, free_bytes = oom.reserved_bytes, oom.reserved_bytes - oom.in_use_bytes
     else:
-        stage, reserved = ledger.peak_reserved_stage, ledger.peak_reserved_bytes
+        reserved = ledger.peak_reserved_bytes
         free_bytes = reserved - ledger.peak_bytes
         if free_bytes < MIN_BYTES or free_bytes < MIN_SHARE * reserved:
             return []
@@ -78,16 +77,9 @@ def find(context: Context) -> list[Finding]:
         is_cut = ledger.trace.ended_out_of_memory
         evidence.append(_make_expandable_evidence(run, expandable, ended_out_of_memory=is_cut))
     evidence += _make_pinned_evidence(ledger.trace, segments, owners)
-    free_text, share, peak_text = (
-        format_bytes(free_bytes),
-        percent(free_bytes, reserved),
-        format_bytes(ledger.peak_bytes),
-    )
-    title = f"Fragmentation: {free_text} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
-    if is_decisive:
-        title += f"free ({share}) when the GPU is full; tensors alone, at most {peak_text}, would fit"
-    else:
-        title += f"never in use ({share}): tensors take at most {peak_text}"
+    title = f"Fragmentation: {format_bytes(free_bytes)} of the {format_bytes(reserved)} reserved are "
+    title += "free when the GPU is full" if is_decisive else "never in use"
+    title += f" ({percent(free_bytes, reserved)})"
     # If the GPU has more room than the fragmentation takes, the fragmentation does not matter.
     has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > free_bytes
     if has_room and expandable is not None and not fixes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memprof.findings.effect import compute_needs_without, describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_without, is_decisive
 from memprof.findings.evidence import file_and_line, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import fix_at
@@ -52,7 +52,6 @@ def _make_finding(context: Context, source: str | None, frozen: list[FrozenInVai
     if gradients and not context.ledger.run.fits:
         needs = compute_needs_without(context, gradients)
     decides = is_decisive(context, needs)
-    title += f"; without these gradients alone {describe_cure(context)}" * decides
     # That they are trained is an error of the program: it comes before what else would let the run get on.
     num_bytes = max(saved_bytes, context.lifetimes.sum_bytes(parameters)) if decides else saved_bytes
     return Finding(

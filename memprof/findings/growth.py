@@ -35,6 +35,7 @@ MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a met
 MIN_STEPS = 3
 
 MAX_SHOWN = 6  # kinds of tensors in the evidence
+MAX_NAMED = 3  # holders in a title, of which the last stands for all others
 
 # Rises of the number of recreated counterparts: two may be batches that happen to have more parts. Also of a curve that
 # does not rise in each iteration: two may be steps of several optimizers that take turns.
@@ -330,13 +331,15 @@ def describe_holder(holder: Holder) -> str:
 
 
 def format_holders(*holders: Holder | None, word: str = "and") -> str:
-    """Return text that names `holders` and the lines that fill them, joined by `word`, for the end of a title; "" if
-    all are None."""
+    """Return text that names the first of `holders` and the lines that fill them, joined by `word`, for the end of a
+    title; "" if all are None."""
     names = [
         describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
         for holder in holders
         if holder is not None
     ]
+    if len(names) > MAX_NAMED:
+        names[MAX_NAMED - 1 :] = [f"{len(names) - MAX_NAMED + 1} others"]
     return f", kept by {f' {word} '.join(names)}" if names else ""
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
-    describe_cure,
     effect_evidence,
     is_decisive,
     name_other_place,
@@ -179,7 +178,8 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     holder = find_idle_holder(trace, parameters)
-    fix = _make_model_fix(holder)
+    has_state = any(trace.owners[index].role is Role.OPTIMIZER_STATE for index in models)
+    fix = _make_model_fix(holder, has_state=has_state)
     if num_models > 1:
         each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
         if len({trace.owners[index].name for index in parameters}) == len(parameters):
@@ -191,7 +191,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         models = sorted(replaced)
-        what, fix = "a model that was last used before another one was built", f"before the next one is built, {fix}"
+        what = "an earlier model"
     elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
@@ -217,14 +217,15 @@ def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
     return _Group(what, fix, source, waiting.storages, is_model=True)
 
 
-def _make_model_fix(holder: Holder | None) -> str:
+def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
     """Return what to do with a model that is no longer used; if `holder` is a cache or a container, with that."""
     if holder is not None and holder.kind == "lru_cache":
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
         return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
     if holder is not None and holder.kind in _CONTAINERS:
-        return f"move each model of `{holder.name}` to host memory (.cpu()) after its last use, or remove it there"
-    return "delete the model and its optimizer, or move them to the host"
+        return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
+    what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
+    return f"delete {what}, or move {them} to the host"
 
 
 def _make_error_groups(trace: Trace) -> list[_Group]:
@@ -374,10 +375,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
             return None
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
-    title = (
-        f"{format_bytes(shown)} stay on the GPU unused: {group.description}{where}"
-        f"{f'; without it {describe_cure(context)}' * is_decisive(context, needs)}"
-    )
+    title = f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
         effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")
@@ -385,6 +383,7 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
         else Evidence("the run's peak is at another moment, and the same without it"),
         *([Evidence(group.note)] if group.note else []),
         *_make_tensor_evidence(context, group.storages),
+        *([Evidence(where)] if where else []),
     )
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept
@@ -403,7 +402,7 @@ def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:
 
 
 def _format_last_use(context: Context, event: int) -> str:
-    """Return the stage of the last use, for the title; a stage that allocates nothing has its phase's name."""
+    """Return the stage of the last use, as evidence; a stage that allocates nothing has its phase's name."""
     stages = [span for span in context.ledger.spans if span.begin < event <= span.end]
     if stages:
         name, step, micro_batch = stages[0].name, stages[0].step, stages[0].micro_batch
@@ -412,7 +411,7 @@ def _format_last_use(context: Context, event: int) -> str:
         name = kind.value
     if name == PhaseKind.OTHER.value:
         return ""
-    return f", last used in {format_stage(describe_name(name), step, micro_batch)}"
+    return f"last used in {format_stage(describe_name(name), step, micro_batch)}"
 
 
 def _find_most(context: Context, frees: dict[int, int], measure: Callable[[int], int]) -> int:

@@ -46,9 +46,8 @@ def find(context: Context) -> list[Finding]:
     storage, usual = trace.storages[found.storage], trace.storages[found.usual]
     line = trace.source_line(storage)
     title = (
-        f"The batch of step {found.step} is {found.times:.3g} times as large as the median step's: "
-        f"{format_shape(storage.shape)} ({file_and_line(line)}), not {format_shape(usual.shape)}; the other steps "
-        f"allocate at most {format_bytes(other_bytes)}, this one {format_bytes(ledger.peak_bytes)}"
+        f"The batch of step {found.step} is {format_shape(storage.shape)} ({file_and_line(line)}), that of the median "
+        f"step {format_shape(usual.shape)}; the other steps allocate at most {format_bytes(other_bytes)}"
     )
     limit = "rows or the size of its images" if len(storage.shape) > 3 else "rows or length (truncate, sort by length)"
     evidence: list[Evidence] = [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.effect import (
     compute_needs_with_frees,
-    describe_cure,
     effect_evidence,
-    format_reserved,
     is_decisive,
 )
 from memprof.findings.evidence import file_and_line, percent, tensors_evidence
@@ -31,13 +29,10 @@ def find(context: Context) -> list[Finding]:
     needs = compute_needs_with_frees(context, shorter.frees)
     decides = is_decisive(context, needs)
     names = {trace.owners[index].name for index in live.storages}
-    before_bytes = ledger.run.required_reserved_bytes
-    effect = describe_cure(context) if decides else f"the run {format_reserved(needs, before_bytes)}"
     title = (
         f"torch.optim.LBFGS, which steps at {file_and_line(shorter.source)}, keeps {len(live.storages)} vectors as "
         f"large as all parameters ({len(names)} for each iteration, up to its history_size, 100 by default): "
-        f"{format_bytes(live.num_bytes)} ({percent(live.num_bytes, ledger.peak_bytes)} of the peak); with "
-        f"history_size={HISTORY_SIZE} {effect}"
+        f"{format_bytes(live.num_bytes)} ({percent(live.num_bytes, ledger.peak_bytes)} of the peak)"
     )
     fix = f"fix: history_size={HISTORY_SIZE} (or less) where torch.optim.LBFGS is made; or an optimizer with less state"
     evidence = (

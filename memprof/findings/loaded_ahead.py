@@ -11,7 +11,6 @@ from dataclasses import replace
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_of,
-    describe_cure,
     effect_evidence,
     has_host_memory,
     is_decisive,
@@ -61,7 +60,6 @@ def find(context: Context) -> list[Finding]:
     title = (
         f"{len(members)} tensors of {line} are on the GPU before anything is trained: {format_bytes(num_bytes)} "
         f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
-        f"{f'; with them {name_other_place(context)} {describe_cure(context)}' * decides}"
     )
     place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
     fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"

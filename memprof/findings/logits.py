@@ -19,6 +19,8 @@ MIN_SHARE = 0.10  # of the run's peak: smaller logits do not decide whether the 
 
 MIN_BYTES = GIB  # smaller logits matter on no current GPU
 
+MAX_KINDS = 4  # in the title, of which the last stands for all others
+
 MIN_KIND_SHARE = 0.05  # of the logits: smaller kinds, such as one chunk of them, are not named
 
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
@@ -76,7 +78,10 @@ def _name_kinds(trace: Trace, storages: Iterable[int]) -> str:
         counts[kind] += 1
         sizes[kind] += trace.storages[index].num_bytes
     large = [kind for kind, num_bytes in sizes.most_common() if num_bytes >= MIN_KIND_SHARE * sizes.total()]
-    *others, last = [f"{counts[kind]} x {kind}" if counts[kind] > 1 else kind for kind in large]
+    names = [f"{kind} ({counts[kind]} times)" if counts[kind] > 1 else kind for kind in large]
+    if len(names) > MAX_KINDS:
+        names[MAX_KINDS - 1 :] = [f"{len(names) - MAX_KINDS + 1} others"]
+    *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
 

@@ -10,7 +10,6 @@ from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
     compute_needs_without,
-    describe_cure,
     effect_evidence,
     is_decisive,
 )
@@ -147,8 +146,7 @@ def _make_finding(
         "memory-growth",
         severity,
         # Of a run that memory ended too: the steps that would follow add as much as these.
-        _format_title(trace, named, leaks, num_steps, word="and" if carried else "or")
-        + "; without them the run fits" * is_decisive(context, needs),
+        _format_title(trace, named, leaks, word="and" if carried else "or"),
         num_bytes,
         tuple(evidence),
         (),
@@ -176,13 +174,17 @@ def _split_part(name: str) -> tuple[str, bool]:
 
 
 def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakGroup], when: str) -> str:
-    """Return the change for states that are carried on with their graphs."""
+    """Return the change for states that are carried on with their graphs, as code for variables: an attribute's name
+    begins with a class, not with the object."""
     changes = []
     for holder in carried:
         name, is_part = _split_part(holder.name)
         code = f"tuple(part.detach() for part in {name})" if is_part else f"{name}.detach()"
         changes.append(f"{name} = {code}")
     fix = f"detach {'it' if len(carried) == 1 else 'them'} {when}: {'; '.join(changes)}"
+    if any("." in _split_part(holder.name)[0] for holder in carried):
+        names = " and ".join(f"`{_split_part(holder.name)[0]}`" for holder in carried)
+        fix = f"call .detach() on {names} {when}"
     if _are_differentiated_again(context, leaks):
         return f"{fix}, and leave out retain_graph=True: the backward goes through the graphs of all steps before it"
     return fix
@@ -245,8 +247,9 @@ def _make_finding_until_peak(
         # The line of the change is that of `holder`, if it fills it.
         lines = [None if one is holder and one.fills else one.source for one in named]
         places = ["" if line is None else f" ({file_and_line(line)})" for line in lines]
-        what = " and ".join(f"{describe_holder(one)}{place}" for one, place in zip(named, places, strict=True))
-        fix = f"keep of {what} for the next pass only what it needs, without the graph (.detach())"
+        states = [f"what {describe_holder(one)} keeps" if one.kind else f"`{one.name}`" for one in named]
+        what = " and ".join(f"{state}{place}" for state, place in zip(states, places, strict=True))
+        fix = f"call .detach() on {what} after each pass"
         evidence.append(holder_fix_evidence(holder, fix))
         edit = None if others else make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     elif carried := _list_carried(context.ledger.trace, [holder]):
@@ -258,13 +261,13 @@ def _make_finding_until_peak(
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     graphs = f": the graphs of {growth.rounds} calls wait for one backward" if growth.unit == CALL else ""
     title = (
-        f"Memory grows by {format_bytes(per_round)} a {growth.unit} over {growth.rounds} {growth.units}, to "
-        f"{format_bytes(num_bytes)} at the peak{graphs}{format_holders(*named)}"
+        f"Memory grows by {format_bytes(per_round)} a {growth.unit}, to {format_bytes(num_bytes)}{graphs}"
+        f"{format_holders(*named)}"
     )
     return Finding(
         "memory-growth",
         _grade(per_round, is_cause=is_decisive(context, needs)),
-        title + f"; without them {describe_cure(context)}" * is_decisive(context, needs),
+        title,
         num_bytes,
         tuple(evidence),
         (),
@@ -300,16 +303,14 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
     return Evidence(text, source=source)
 
 
-def _format_title(
-    trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], num_steps: int, *, word: str
-) -> str:
+def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:
     kept_by, bytes_per_step = format_holders(*holders, word=word), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
         return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
-    growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step in {num_steps} steps"
+    growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step"
     largest = max(leaks, key=lambda leak: leak.bytes_each)
     kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each >= bytes_per_step else ""
-    return f"{growth_text}: tensors of each step stay alive{kind}{kept_by}"
+    return f"{growth_text}{kind}{kept_by}" if kind or kept_by else f"{growth_text}: tensors of each step stay alive"
 
 
 def _make_graph_evidence(context: Context, holder: Holder, leaks: list[LeakGroup]) -> Evidence:

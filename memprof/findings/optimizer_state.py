@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from memprof.allocator import MemoryNeeds
-from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_of, is_decisive
 from memprof.findings.evidence import find_half, names_of, param_names, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.suggestions import list_fix_names, suggest_against
@@ -80,7 +80,6 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
     is_first = sum(phase.kind is PhaseKind.OPTIMIZER_STEP for _, phase in context.phases) == 1
     is_known = is_first or not trace.ended_out_of_memory
     decides = is_known and not ledger.run.fits and is_decisive(context, _compute_needs_without_temporaries(context))
-    title += f"; without them {describe_cure(context)}" * decides
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING  # torch's own default: no fault of the program
     return [
         Finding(

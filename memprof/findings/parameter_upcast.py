@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from memprof.findings.effect import compute_needs_of, describe_cure, is_decisive
+from memprof.findings.effect import compute_needs_of, is_decisive
 from memprof.findings.evidence import HALF_DTYPES, file_and_line, mask_compute_phases, param_names, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.what_if import resize
@@ -45,7 +45,6 @@ def find(context: Context) -> list[Finding]:
         sizes = {copy: trace.storages[copy].num_bytes // 2 for copy in copies}
         needs = compute_needs_of(context, resize(trace, sizes))
         decides = is_decisive(context, needs)
-        title += f"; without the copies {describe_cure(context)}" * decides
         findings.append(
             Finding("parameters-upcast", Severity.WARNING, title, excess, evidence, (), is_decisive=decides)
         )

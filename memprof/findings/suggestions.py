@@ -267,21 +267,21 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
     if not run.fits and not fits and required >= run.least_reserved_bytes:
         return None  # the run takes no more where its cache is released in vain
     before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
-    sizes_text = format_bytes(required + context_bytes)
-    if required < before:  # where cached segments were released in vain, it may be more
-        sizes_text += f" instead of {format_bytes(before + context_bytes)}"
-    text = f"{proposal.change or _describe_fix(context, fix or '')}: needs {sizes_text}"
-    if releases_cache:
-        text += " (with allocator retries)"
+    text = f"{proposal.change or _describe_fix(context, fix or '')}: "
+    if releases_cache:  # it would reserve more than the GPU has
+        text += f"fits{' up to there' * trace.ended_out_of_memory}, with allocator retries"
+    else:
+        at_least = " at least" * trace.ended_out_of_memory  # what comes after the failed allocation was not run
+        text += f"needs{at_least} {format_bytes(required + context_bytes)}"
+        text += f" instead of {format_bytes(before + context_bytes)}" * (required < before)
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += " at the failed allocation, which then succeeds, but the first optimizer step needs at least "
-        text += format_bytes(later_bytes + context_bytes)
+        text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit yet"
         fits = False
-    elif trace.ended_out_of_memory:
-        text += " at the failed allocation, which " + ("then succeeds" if fits else "still fails")
-    elif not run.fits:
-        text += ", and " + ("fits" if fits else "does not fit yet")
+    elif not run.fits and not fits:
+        text += ", and does not fit yet"
+    elif not run.fits and not trace.ended_out_of_memory and not releases_cache:
+        text += ", and fits"
     device = trace.facts.device
     if fits and device.unified_bytes is not None and required > (device.resident_bytes or 0):
         text += ", but pages"

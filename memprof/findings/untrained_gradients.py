@@ -6,7 +6,7 @@ import bisect
 from collections import Counter
 
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import compute_needs_of, describe_cure, format_reserved, is_decisive
+from memprof.findings.effect import compute_needs_of, format_reserved, is_decisive
 from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.idle_storages import find_phase
@@ -64,10 +64,7 @@ def find(context: Context) -> list[Finding]:
             f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no "
             f"optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; without these"
         )
-    title = (
-        f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-        f"{f'; then {describe_cure(context)}' * decides}"
-    )
+    title = f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
     fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
     if call is not None and source is not None and _leads_to_none(context, call):
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.effect import (
     compute_needs_with_frees,
-    describe_cure,
     effect_evidence,
-    format_reserved,
     is_decisive,
 )
 from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
@@ -35,13 +33,9 @@ def find(context: Context) -> list[Finding]:
     live = lifetimes.find_max_live(caches.frees)
     source = trace.source_at(caches.call.source)
     line, name = file_and_line(source), trace.modules[caches.call.module].class_name
-    effect = (
-        describe_cure(context) if decides else f"the run {format_reserved(needs, ledger.run.required_reserved_bytes)}"
-    )
     title = (
         f"KV cache: {plural(caches.num_calls, 'call')} of {name} at {line} keep keys and values that no later call "
-        f"uses: {format_bytes(live.num_bytes)} ({percent(live.num_bytes, ledger.peak_bytes)} of the peak); with "
-        f"use_cache=False {effect}"
+        f"uses: {format_bytes(live.num_bytes)} ({percent(live.num_bytes, ledger.peak_bytes)} of the peak)"
     )
     evidence = (
         Evidence(f"fix at {line}: use_cache=False in this call, or model.config.use_cache = False", source=source),

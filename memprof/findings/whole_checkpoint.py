@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memprof.findings.effect import compute_needs_of, describe_cure, effect_evidence, is_decisive
+from memprof.findings.effect import compute_needs_of, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, percent
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.proposals.checkpointing import LayerCall, checkpoint_calls, list_recomputed_calls
@@ -38,7 +38,6 @@ def find(context: Context) -> list[Finding]:
         f"One checkpoint at {file_and_line(source)} has {len(largest)} layers ({stack}): its backward computes the "
         f"activations of all of them at once; with a checkpoint for each layer the peak is "
         f"{percent(num_bytes, ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-        f"{f', and {describe_cure(context)}' * decides}"
     )
     fix = "fix: call checkpoint for each layer, or checkpoint_sequential(layers, number of layers, x)"
     evidence = (Evidence(fix, source=source), effect_evidence(context, needs, "with a checkpoint for each layer"))

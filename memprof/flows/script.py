@@ -174,6 +174,7 @@ def capture_run(
             outcome.misses_unfreezing,
             outcome.idle_optimizers,
             outcome.misses_model,
+            outcome.evaluation_step,
         ),
         device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

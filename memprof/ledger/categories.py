@@ -6,6 +6,7 @@ import bisect
 import math
 import re
 from enum import StrEnum
+from itertools import pairwise
 
 from memprof.ledger.stages import Span, find_vocabulary_size
 from memprof.ledger.weight_copies import find_weight_copies
@@ -22,6 +23,7 @@ class Category(StrEnum):
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits and loss"
     INPUTS = "inputs"
+    KEPT = "kept by the program"
     BUFFERS = "buffers"
     KV_CACHE = "KV cache"
     TEMPORARIES = "temporaries"
@@ -38,6 +40,9 @@ _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
 _FINAL_STAGES = ("final norm", "before the head", "own code")
 _SOFTMAXES = ("aten._softmax", "aten._log_softmax")
 _TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
+_MADE_IN_STEPS = frozenset({
+    Category.ACTIVATIONS, Category.LOGITS_AND_LOSS, Category.INPUTS, Category.TEMPORARIES, Category.UNATTRIBUTED,
+})  # fmt: skip
 _ROLE_CATEGORIES = {
     Role.PARAMETER: Category.PARAMETERS,
     Role.BUFFER: Category.BUFFERS,
@@ -168,7 +173,40 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return own_category(storage)
         return Category.UNATTRIBUTED
 
-    return [categorize_storage(index, storage) for index, storage in enumerate(trace.storages)]
+    categories = [categorize_storage(index, storage) for index, storage in enumerate(trace.storages)]
+    kept = _find_kept(trace, categories, births, deaths)
+    return [Category.KEPT if index in kept else category for index, category in enumerate(categories)]
+
+
+def _find_kept(trace: Trace, categories: list[Category], births: list[int], deaths: list[int]) -> set[int]:
+    """Return the storages that are made in a training step, and not freed before the next one has ended; of those
+    without a role in their step, what the same lines make later; and what was seen to pile up in a container."""
+    ends: dict[int, int] = {}
+    begins = trace.list_phase_begins()
+    for (_, phase), (end, _) in pairwise(begins):
+        if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
+            ends[phase.step] = end
+    first = next((time for time, phase in begins if phase.kind.computes), len(trace.events))
+    step_ends = sorted(ends.values())
+    own = [index for index, category in enumerate(categories) if category in _MADE_IN_STEPS and first <= births[index]]
+    kept = {
+        index for index in own if bisect.bisect(step_ends, deaths[index]) - bisect.bisect(step_ends, births[index]) > 1
+    }
+    lines = {(trace.storages[index].op, trace.storages[index].source) for index in kept}
+    kept.update(
+        index
+        for index in own
+        if categories[index] in (Category.UNATTRIBUTED, Category.INPUTS)
+        and (trace.storages[index].op, trace.storages[index].source) in lines
+    )
+
+    def make_key(index: int) -> tuple[object, ...]:
+        storage = trace.storages[index]
+        return storage.op, storage.source, storage.module, storage.dtype, trace.phases[storage.phase].kind
+
+    containers = (holder for holder in trace.holders if holder.kind and not holder.is_cycle and holder.limit is None)
+    keys = {make_key(index) for holder in containers for index in holder.storages}
+    return kept.union(index for index in own if make_key(index) in keys)
 
 
 def is_half_precision_copy(storage: Storage, weight_shapes: set[tuple[int, ...]]) -> bool:

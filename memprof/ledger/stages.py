@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, EventKind, Module, ModuleRole, Phase, PhaseKind, Role, Trace
 
 _PHASE_STAGES = {
     PhaseKind.MODEL: "parameters",
@@ -21,7 +22,7 @@ _PHASE_STAGES = {
     PhaseKind.OTHER: "other",
 }
 OWN_CODE = ("own code", "output", "other")  # stages of the program's own code, outside modules
-_EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
+EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
 _WORDS_BY_NAME = {"parameters": "setup", **dict.fromkeys(OWN_CODE, "code outside modules")}
 _CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
 
@@ -42,7 +43,7 @@ class Span:
     @property
     def plain_name(self) -> str:
         """Return the stage's name without the prefix of an evaluation."""
-        return self.name.removeprefix(_EVALUATION_PREFIX)
+        return self.name.removeprefix(EVALUATION_PREFIX)
 
 
 def list_spans(trace: Trace) -> list[Span]:
@@ -52,13 +53,17 @@ def list_spans(trace: Trace) -> list[Span]:
     """
     result: list[Span] = []
     heads = _find_direct_heads(trace)
-    phases = trace.list_phase_begins()
+    evaluations = _find_evaluations_with_gradients(trace)
+    phases = [
+        (time, Phase(PhaseKind.EVALUATION, 0, 0) if time in evaluations else phase)
+        for time, phase in trace.list_phase_begins()
+    ]
     for (begin, phase), (end, next_phase) in zip(phases, [*phases[1:], (len(trace.events), None)], strict=True):
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             is_continued = next_phase == phase
             if is_continued and phase.kind is PhaseKind.EVALUATION:  # not the next batch for the same model
                 is_continued = _find_first_call(trace, begin) != _find_first_call(trace, end)
-            result += _ForwardSpans(trace, begin, end, heads, is_continued=is_continued).spans
+            result += _ForwardSpans(trace, phase, begin, end, heads, is_continued=is_continued).spans
         else:
             name = _PHASE_STAGES[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
@@ -74,6 +79,32 @@ def list_spans(trace: Trace) -> list[Span]:
     return [span for span in result if _has_event(trace, span.begin, span.end, EventKind.ALLOC, EventKind.FREE)]
 
 
+def _find_evaluations_with_gradients(trace: Trace) -> set[int]:
+    """Return the begins of forward phases that are evaluations: they call modules in eval mode that other lines have
+    trained before, and no backward begins before the next call in training mode."""
+    phases = trace.list_phase_begins()
+    begins = [time for time, _ in phases]
+    backwards = [time for time, phase in phases if phase.kind is PhaseKind.BACKWARD]
+    trained: dict[int, list[int]] = {}  # module -> the begins of its calls in training mode
+    lines: set[tuple[int, int]] = set()
+    for call in trace.forwards:
+        if call.training and call.nodes:
+            trained.setdefault(call.module, []).append(call.begin)
+            lines.add((call.module, call.source))
+    found: set[int] = set()
+    others: set[int] = set()
+    for call in trace.list_calls():
+        own = trained.get(call.module, [])
+        position = bisect.bisect(own, call.begin)
+        end = own[position] if position < len(own) else len(trace.events)
+        has_backward = bisect.bisect(backwards, call.begin) < bisect.bisect(backwards, end)
+        is_training = call.training or not position or has_backward or (call.module, call.source) in lines
+        index = bisect.bisect(begins, call.begin) - 1
+        if index >= 0 and phases[index][1].kind is PhaseKind.FORWARD:
+            (others if is_training else found).add(begins[index])
+    return found - others
+
+
 def _find_first_call(trace: Trace, begin: int) -> int:
     events = (trace.events[time] for time in range(begin, len(trace.events)))
     return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
@@ -85,7 +116,7 @@ def _has_event(trace: Trace, begin: int, end: int, *kinds: EventKind) -> bool:
 
 def describe_name(name: str) -> str:
     """Return a stage's name in plain words: "5 Sequential" becomes "module 5 (Sequential)"."""
-    prefix = _EVALUATION_PREFIX if name.startswith(_EVALUATION_PREFIX) else ""
+    prefix = EVALUATION_PREFIX if name.startswith(EVALUATION_PREFIX) else ""
     plain_name = name.removeprefix(prefix)
     if child := _CHILD.fullmatch(plain_name):
         path, class_name = child.groups()
@@ -183,9 +214,11 @@ def _find_part_modules(modules: list[Module]) -> set[int]:
 class _ForwardSpans:
     """The stages of one forward phase, divided where layers and head are entered and left."""
 
-    def __init__(self, trace: Trace, begin: int, end: int, heads: dict[int, Module], *, is_continued: bool) -> None:
+    def __init__(
+        self, trace: Trace, phase: Phase, begin: int, end: int, heads: dict[int, Module], *, is_continued: bool
+    ) -> None:
         self._trace = trace
-        self._phase = trace.phases[trace.events[begin].ref]
+        self._phase = phase
         self._is_continued = is_continued
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
@@ -227,7 +260,7 @@ class _ForwardSpans:
     def _add_span(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
         phase = self._phase
         if phase.kind is PhaseKind.EVALUATION:
-            name = _EVALUATION_PREFIX + name
+            name = EVALUATION_PREFIX + name
         self.spans.append(Span(name, phase.kind, phase.step, phase.micro_batch, self._begin, end, stack, index))
         self._begin = end
         self._has_seen_norm = False

@@ -27,7 +27,14 @@ from memprof.script.loops import (
     is_last_round,
     is_second_half,
 )
-from memprof.script.own_code import has_evaluation, has_later_evaluation, has_training, has_unfreezing, may_train
+from memprof.script.own_code import (
+    find_evaluation_step,
+    has_evaluation,
+    has_later_evaluation,
+    has_training,
+    has_unfreezing,
+    may_train,
+)
 from memprof.script.stop import RunProgress, StopRun, allow_stop_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -62,6 +69,7 @@ class _StopRecord:
         # Total training steps of the program, where it was stopped before its end.
         self.planned_steps: int | None = None
         self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
+        self.evaluation_step: int | None = None  # after which the evaluation comes that the program was stopped before
         self.misses_evaluation = False  # whether the program was stopped before it came to that
         self.misses_unfreezing = False  # whether its training loop unfreezes parameters that are frozen still
         self.misses_model = False  # whether a loop around its steps builds another model later
@@ -103,6 +111,8 @@ class _StopRecord:
         except StopRun:
             self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
             self.misses_evaluation = self._awaits_evaluation(frame) or has_later_evaluation(frame)
+            if self.misses_evaluation:
+                self.evaluation_step = find_evaluation_step(frame, completed)
             self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
             self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
             self.misses_model = self._find_steps_of_round(completed, frame) is not None
@@ -281,6 +291,7 @@ def capture_script(
                     live_state=(outcome.live_state, outcome.error),
                     planned_steps=stop_record.planned_steps,
                     misses_evaluation=stop_record.misses_evaluation,
+                    evaluation_step=stop_record.evaluation_step,
                     misses_unfreezing=stop_record.misses_unfreezing,
                     misses_model=stop_record.misses_model,
                     idle_optimizers=stop_record.idle_optimizers,

@@ -13,6 +13,7 @@ import inspect
 import linecache
 import math
 import operator
+import re
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -89,6 +90,20 @@ def list_texts_after_loops(frame: FrameType | None) -> Iterator[str]:
     """Yield the source text that follows these loops, to the end of each function."""
     for caller, lines, loop in _iterate_outermost_loops(frame):
         yield "".join(lines[loop.end_lineno : _find_last_line(caller)])
+
+
+def list_periods(frame: FrameType | None, wanted: re.Pattern[str]) -> Iterator[int]:
+    """Yield the numbers n of conditions `... % n ...` under which the loops around `frame` run code with `wanted`."""
+    for caller, lines, loop in _iterate_outermost_loops(frame):
+        variables = ChainMap(read_local_variables(caller), caller.f_globals)
+        branches = (node for node in ast.walk(loop) if isinstance(node, ast.If))
+        for branch in branches:
+            text = "".join(lines[branch.body[0].lineno - 1 : branch.body[-1].end_lineno])
+            for node in ast.walk(branch.test) if wanted.search(text) else ():
+                if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+                    period = _evaluate(node.right, variables)
+                    if _is_count(period):
+                        yield period
 
 
 def _iterate_outermost_loops(frame: FrameType | None) -> Iterator[tuple[FrameType, list[str], _Loop]]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from memprof.script.loops import list_frames, list_loop_texts, list_texts_after_loops
+from memprof.script.loops import find_position, list_frames, list_loop_texts, list_periods, list_texts_after_loops
 from memprof.watch.program_code import is_own_file, is_program
 
 # Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
@@ -61,6 +61,17 @@ def has_later_evaluation(frame: FrameType | None) -> bool:
     lie there then."""
     lines = (line for text in list_texts_after_loops(frame) for line in text.splitlines())
     return any(_EVALUATION.search(line) and _MOVING.search(line) for line in lines)
+
+
+def find_evaluation_step(frame: FrameType, completed: int) -> int | None:
+    """Return the training step after which the program that runs `frame`, which has made `completed` steps, evaluates:
+    every so many of them (`if step % 1000 == 0`), else after the innermost of several loops; None: not known."""
+    periods = [period for period in list_periods(frame, _EVALUATION) if period > completed]
+    loops = find_position(completed, frame).loops
+    if not periods and len(loops) > 1 and loops[-1].bounds:
+        bound = loops[-1].bounds[0]
+        periods = [bound.total] if bound.total is not None and not bound.is_counter else []
+    return min((period for period in periods if period > completed), default=None)
 
 
 def has_training(frame: FrameType | None) -> bool:

@@ -176,6 +176,7 @@ class ScriptOutcome:
     # Total training steps that a stopped script would have made; None: unknown.
     planned_steps: int | None = None
     misses_evaluation: bool = False  # whether a stopped script has code that evaluates, and has not come to it
+    evaluation_step: int | None = None  # the training step after which that evaluation comes; None: unknown
     misses_unfreezing: bool = False  # whether the training loop of a stopped script unfreezes parameters later
     misses_model: bool = False  # whether a loop around the steps of a stopped script builds another model later
     idle_optimizers: int = 0  # of a stopped script: those that have made no step

@@ -85,6 +85,7 @@ class ProgramFacts:
     idle_optimizers: int = 0  # Optimizers that had made no step when the program was stopped.
     # Whether the program was stopped before a loop around its training steps built the next model.
     misses_model: bool = False
+    evaluation_step: int | None = None  # The training step after which that evaluation comes; None: unknown.
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -120,7 +120,7 @@ def test_fragmentation_decides_the_verdict(memprof, tmp_path):
     assert helped.exit_code == 0 and helped.json["verdict"]["fits"] and helped.json["verdict"]["retries"] == 0
     assert result.exit_code == 3
     finding = next(finding for finding in result.json["findings"] if finding["id"] == "fragmentation")
-    assert finding["fixes"] == ["expandable-segments"] and "would fit" in finding["title"]
+    assert finding["fixes"] == ["expandable-segments"] and "free when the GPU is full" in finding["title"]
     assert any("and fits where it does not fit now" in line["text"] for line in finding["evidence"])
 
 

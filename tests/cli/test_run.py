@@ -63,6 +63,7 @@ def test_json_alone_on_stdout(script):
         "misses_unfreezing": False,
         "idle_optimizers": 0,
         "misses_model": False,
+        "evaluation_step": None,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):
@@ -184,7 +185,7 @@ def test_errors_that_were_caught_before_the_one_that_was_not(memprof, script):
     )
     ran = memprof("run", "--gpu-vram", "2", name)
     text = " ".join(ran.stdout.split())
-    assert ran.exit_code == 3 and "Up to there the script needs 3.42 GiB" in text
+    assert ran.exit_code == 3 and "It needs at least 3.42 GiB" in text
     assert "Before that an out-of-memory error was raised and caught, and the script went on without" in text
 
 

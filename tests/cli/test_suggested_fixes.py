@@ -52,4 +52,4 @@ def test_what_no_fix_changes_is_not_run_with_fixes(memprof, script):
     assert result.exit_code == 3 and "1024 of the 32768 rows" in result.stdout and "--fix" not in result.stdout
     (suggestion,) = find_suggestions(memprof("run", "--gpu", "v100-32gb", "--json", name).json)
     assert suggestion["fix"] is None and suggestion["fits"]
-    assert suggestion["text"].endswith("at the failed allocation, which then succeeds")
+    assert "needs at least" in suggestion["text"]

@@ -57,7 +57,7 @@ def test_where_a_cause_decides_nothing_else_is_a_reason() -> None:
     other = finding("logits-explosion", Severity.WARNING)
     text = with_findings(document(2048 * MIB), cause, other)
     assert "- cause: title of idle-memory\n" in text and "title of logits-explosion" not in text
-    assert "- warning: title of logits-explosion\n" in with_findings(document(2048 * MIB), other)
+    assert "- title of logits-explosion\n" in with_findings(document(2048 * MIB), other)
 
 
 def test_the_fix_of_a_line_is_what_to_do_first() -> None:
@@ -76,6 +76,13 @@ def test_the_fix_of_a_note_is_told_where_the_run_fits(total_mib: int, is_told: b
     report = document(total_mib * MIB)
     text = with_findings(report, finding("memory-growth", Severity.NOTE, evidence=evidence))
     assert ("- src/train.py:12: keep the number (.item())" in text.partition("\nDo\n")[2]) == is_told
+
+
+def test_a_change_is_told_once_where_one_of_its_variables_has_a_line() -> None:
+    evidence = (Evidence("fix at x.py:1: detach it", source="x.py:1 f"), Evidence("fix: detach it"), Evidence("fix: b"))
+    text = with_findings(document(2048 * MIB), finding("x", Severity.WARNING, evidence=evidence))
+    do = [line.strip() for line in text.partition("\nDo\n")[2].splitlines()[:2]]
+    assert do == ["- x.py:1: detach it", "- b"]
 
 
 def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
@@ -182,12 +189,3 @@ def test_the_result_of_a_search_comes_first() -> None:
     runs = tuple(LargestSearchRun(number, 1, number < 4, "loss", f"memprof {number}") for number in (2, 3, 4))
     report = replace(document(8192 * MIB), limit=LargestSearch("batch-size", 3, 4, runs))
     assert to_text(render(report), 100).strip().startswith("The largest batch that fits: 3\n")
-
-
-@pytest.mark.parametrize(("ended", "is_told"), [("refused", True), ("steps", False)])
-def test_of_a_script_that_ended_the_rest_is_not_known(ended: str, is_told: bool) -> None:
-    program = ProgramFacts(("a.py",), ended, None, 2, (), asked=RunSpec())
-    report = replace(document(2048 * MIB), target=None, program=program)
-    change = Suggestion("use cdist: needs 2", None, 2, True, 1)
-    text = with_findings(report, finding("x", Severity.WARNING, suggestions=(change,)))
-    assert ("Do (what comes after the failed allocation was not run, and may need more)" in text) is is_told

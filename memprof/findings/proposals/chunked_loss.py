@@ -54,8 +54,10 @@ def propose(context: Context) -> Iterator[Proposal]:
             change = "F.cross_entropy(..., label_smoothing=...) instead of targets as large as the logits at "
             change += f"{file_and_line(line)}, and of some tokens at a time"
         elif gathered is not None:
-            change += "as the gathered logits minus their logsumexp instead of the gathered log_softmax at "
-            change += file_and_line(line)
+            change = (
+                f"gathered logits minus logsumexp instead of log_softmax at {file_and_line(line)}, for some tokens "
+            )
+            change += "at a time"
         else:
             change += f"with its logits at {file_and_line(line)}"
         yield Proposal(changed, change, source=line)

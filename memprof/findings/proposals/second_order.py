@@ -33,8 +33,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     source = trace.source_at(calls[-1].source)
     line = file_and_line(source)
     change = (
-        f"create_graph=False at {line}, where {plural(len(calls), 'gradient')} keep a graph, unless a backward "
-        "differentiates them again (of meta-learning: the first-order variant)"
+        f"create_graph=False at {line} ({plural(len(calls), 'gradient')} keep a graph), if no second derivatives are "
+        "needed (meta-learning: the first-order variant)"
     )
     before_end = {index: time for index, time in frees.items() if time < len(trace.events)}
     yield Proposal(free_earlier(trace, before_end), change, source=source)

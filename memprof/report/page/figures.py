@@ -19,9 +19,10 @@ from memprof.units import format_bytes
 # Colours of categories and of other memory, from the bottom of a stack up.
 COLOURS = {
     "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
-    "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
-    "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
-    "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
+    "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "kept by the program": "#d7b5a6",
+    "buffers": "#8cd17d", "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295",
+    "library workspace": "#a0cbe8", "fragmentation": "#bab0ac", "unattributed": "#79706e",
+    "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
 FITS_COLOUR, OVER_COLOUR = "#59a14f", "#e15759"  # Bars of runs that fit the GPU, and of runs that do not.
 _MAX_BINS = 1200

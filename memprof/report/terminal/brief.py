@@ -19,7 +19,7 @@ from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import describe_name
 from memprof.report.documents.report import Report
-from memprof.report.terminal.cells import describe_tensor, name_operator
+from memprof.report.terminal.cells import A_BUFFER, describe_tensor, name_operator
 from memprof.report.terminal.console import ShellCommand, dim, indent, make_item, make_section, make_table
 from memprof.report.terminal.findings import SEVERITY_STYLE
 from memprof.report.terminal.folding import ShownStage, choose_full_step, find_peak_row, fold_stages
@@ -96,20 +96,24 @@ class _Fitting:
 
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless that is quoted as the cause; and whether torch's advice helps, if no cause is known."""
+    code, unless one that is to be changed is quoted; and whether torch's advice helps, if no change is known that does.
+    Nothing if the cause is known."""
     verdict = document.verdict
-    if verdict.oom_shape is None or verdict.oom_source is None:
+    if verdict.oom_shape is None or verdict.oom_source is None or _is_solved(document):
         return []
     tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
+    if tensor == A_BUFFER:
+        tensor = f"{tensor} of {format_bytes(verdict.tried_to_allocate_bytes or 0)}"
     text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
-    if verdict.expandable_segments_help and not any(one.is_decisive for one in list_causes(document)):
-        text += f"; {EXPANDABLE_SEGMENTS}, as torch advises, lets it succeed, but a later one may fail"
+    changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
+    if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
+        text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
-    is_quoted = any(code in action.code for code in codes[:1] for action in list_actions(document, code_folder))
+    is_quoted = any(action.code and not action.command for action in list_actions(document, code_folder))
     return [make_item(text), *(_quote(code) for code in codes[:1] if not is_quoted)]
 
 
@@ -141,7 +145,9 @@ def list_causes(document: Report) -> list[Finding]:
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
     decisive = [finding for finding in others if finding.is_decisive]
-    shown = decisive or [finding for finding in others if finding.severity is not Severity.NOTE]
+    noticed = [finding for finding in others if finding.severity is not Severity.NOTE]
+    # What is free in pieces is seldom more than a part of what another finding is about.
+    shown = decisive or [one for one in noticed if one is noticed[0] or one.id != "fragmentation"]
     by_title: dict[str, Finding] = {}  # two models of one class that are used alike have findings with equal titles
     for finding in shown:
         by_title.setdefault(finding.title, finding)
@@ -149,27 +155,28 @@ def list_causes(document: Report) -> list[Finding]:
 
 
 def _list_notes(document: Report) -> list[Finding]:
-    """Return the note that is shown where there is no cause, if there is one."""
-    # Of a run with room for its fragmentation, and of categories, which are below: nothing to do.
-    others = ("fragmentation", "unattributed")
-    return [one for one in document.findings if one.severity is Severity.NOTE and one.id not in others][:1]
+    """Return the note that is shown where there is no cause, if one has something to do."""
+    notes = (one for one in document.findings if one.severity is Severity.NOTE)
+    return [one for one in notes if any(_list_line_fixes([one]))][:1]
 
 
 def _render_title(finding: Finding) -> RenderableType:
-    """Return `describe_cause` as an item of a list, its label in the colour of its severity."""
-    style = SEVERITY_STYLE[Severity.ERROR if finding.is_decisive else finding.severity]
-    label, _, rest = describe_cause(finding).partition(": ")
-    return make_item(Text("").append(f"{label}: ", style=style).append(rest))
+    """Return `describe_cause` as an item of a list, its label in colour."""
+    text = describe_cause(finding)
+    label = text.removesuffix(finding.title) if text.endswith(finding.title) else f"{text.partition(': ')[0]}: "
+    return make_item(Text("").append(label, style=SEVERITY_STYLE[Severity.ERROR]).append(text.removeprefix(label)))
 
 
 def describe_cause(finding: Finding) -> str:
-    """Return a finding's title, after `cause` or its severity; of an error that ended the run, also its message."""
+    """Return a finding's title, after `cause` if it decides the verdict; of an error of the program that ended the run,
+    after `error`, and with its message."""
     text = finding.title
     if finding.id == "run-failed" and finding.evidence:
         place, _, reason = text.rpartition(": ")
         message = finding.evidence[0].text
         text = f"{place}: {message}" if message.startswith(reason) else f"{text}\n{message}"
-    return f"{'cause' if finding.is_decisive else finding.severity.value}: {text}"
+    label = "error" if finding.id == "run-failed" else "cause"
+    return f"{label}: {text}" if finding.is_decisive or finding.severity is Severity.ERROR else text
 
 
 def _describe_largest_category(document: Report, finding: Finding) -> Iterator[RenderableType]:
@@ -213,22 +220,20 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
             lines += [make_item(f"{text}:"), indent(ShellCommand(code))]
         else:
             lines += [make_item(Text(text, style="green")), *([_quote(code)] if code else [])]
-    is_cut = document.program is not None and document.program.ended == "refused"
-    has_needs = is_cut and any(": needs " in action.text for action in actions)
-    note = " (what comes after the failed allocation was not run, and may need more)" * has_needs
-    return [make_section(f"Do{note}", *lines, below=1)] if lines else []
+    return [make_section("Do", *lines, below=1)] if lines else []
 
 
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     actions = []
     shown = list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
-    for fix, source in dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown])):
+    fixes = dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown]))
+    # What is to be done at a line is not told again of a variable without one.
+    told = {fix.partition(": ")[2] for fix, source in fixes if source}
+    for fix, source in (pair for pair in fixes if pair[1] or pair[0] not in told):
         code = read_code(source, code_folder) if source and code_folder else None
         actions.append(Action(fix, code or ""))
-    decisive = [finding for finding in document.findings[:1] if finding.is_decisive]
-    is_solved = any(_list_line_fixes(decisive))  # the run fits with that change alone
-    if not (is_solved or document.ladder):
+    if not (_is_solved(document) or document.ladder):
         ranked = sorted(document.findings, key=lambda finding: finding.id != "does-not-fit")  # it has all, best first
         suggestions = {s.text: s for finding in ranked for s in finding.suggestions}.values()
         # Those that do not fit are of use only where none does: together with others they may.
@@ -241,6 +246,11 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
     return actions
+
+
+def _is_solved(document: Report) -> bool:
+    """Return whether the first finding is the cause, with its change: the run fits with that change alone."""
+    return any(_list_line_fixes([finding for finding in document.findings[:1] if finding.is_decisive]))
 
 
 def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
@@ -289,7 +299,10 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
-    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run."""
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause
+    is known, or memory ended the run: what is there then stands above."""
+    if _is_solved(document) or (document.program is not None and document.program.ended == "refused"):
+        return Group()
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)
     with_tensors = _merge_equal_names(rows, peak_index)
@@ -301,15 +314,12 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
         (row, *format_stage(row, usable, unit, is_peak=i == peak_index, resident_bytes=resident))
         for i, row in ((i, replace(rows[i], num_rounds=with_tensors[i])) for i in top)
     ]
-    # Where all fit, the verdict says so.
-    shows_fit = document.source == "simulated" and any(fit.plain != "fits" for *_, fit in cells)
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
-    table = make_table(title, ">peak", ">at its end", *([">on this GPU"] * shows_fit))
+    table = make_table(title, ">peak", ">at its end")
     for row, name, fit in cells:
-        ended = row.oom and document.program is not None and document.program.ended == "refused"
-        sizes = unit.format(row.peak_allocated_bytes), "-" if ended else unit.format(row.allocated_bytes)
-        table.add_row(name, *sizes, *([fit] * shows_fit))
+        sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
+        table.add_row(name.append(f"  <- {fit.plain}", style="red") if row.oom else name, *sizes)
     omitted = len(with_tensors) - len(top)
     notes = [dim(f"and {omitted} more with lower peaks")] if omitted else []
     return indent(table, *notes, below=1)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a report of a run needs neither
 
 _BAR_CHARACTERS = " ▁▂▃▄▅▆▇█"
 _RESERVING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+A_BUFFER = "a buffer"
 _PUBLIC_NAMES = {"to_copy": ".to()"}
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
@@ -43,7 +44,7 @@ def format_shape(shape: Iterable[int]) -> str:
 
 def describe_tensor(shape: Sequence[int], dtype: str) -> str:
     """Return shape and dtype of a tensor as text; "a buffer" of bytes in one dimension, as kernels request them."""
-    return "a buffer" if dtype == "uint8" and len(shape) == 1 else f"[{format_shape(shape)}] {dtype}"
+    return A_BUFFER if dtype == "uint8" and len(shape) == 1 else f"[{format_shape(shape)}] {dtype}"
 
 
 def name_operator(op: str) -> str:

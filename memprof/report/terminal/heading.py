@@ -45,14 +45,16 @@ def render_heading(document: Report) -> RenderableType:
     return Group(*lines)
 
 
+MAX_STEPS = 1000  # of a script that --until-exit is offered for: more would not end soon
+
 _TEXT_BY_ENDING = {
-    "steps": "stopped after {steps}; --until-exit runs all of it",
+    "steps": "stopped after {steps}{rest}",
     "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout {begun}",
     "error": "failed by itself {begun}",
     "not simulated": "stopped where it cannot be simulated, {begun}",
-    "refused": "ended where the GPU was full, {begun}",
+    "refused": "ended where the GPU was full",
     "another rank": "stopped with the other ranks, {begun}",
     "interrupted": "interrupted {begun}",
 }
@@ -62,10 +64,12 @@ def _describe_program(program: ProgramFacts) -> str:
     num_steps = program.steps
     steps = "1 training step" if num_steps == 1 else f"{num_steps or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
+    planned = program.planned_steps or 0
+    rest = f" of about {planned:,}" if planned > MAX_STEPS else "; --until-exit runs all of it"
     own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
     ending = own_code if has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
     begun = f"after training step {num_steps} began" if num_steps else "before any training step"
-    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun)}"
+    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun, rest=rest)}"
 
 
 def has_own_exit_code(program: ProgramFacts) -> bool:

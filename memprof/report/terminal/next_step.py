@@ -13,6 +13,7 @@ from memprof.findings import Severity
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, script_fix_names
 from memprof.report.documents.report import Report
 from memprof.report.terminal.console import ShellCommand, dim, make_section
+from memprof.report.terminal.heading import MAX_STEPS
 from memprof.report.terminal.verdict import has_unseen_batches
 from memprof.spec import TargetSpec
 from memprof.trace.events import NOT_SIMULATED, FailureKind
@@ -22,7 +23,6 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
     from memprof.report.documents.comparison import Comparison
 
-MAX_STEPS = 1000  # Steps of a script that is run to its end, where batches differ.
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
 _FINDINGS_HELP = ("what each finding means", "memprof help findings")
 _FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
@@ -135,8 +135,8 @@ def _describe_search(document: Report) -> str:
     """Return the purpose of `--fix auto`, which may find nothing where no suggestion makes the run fit."""
     suggestions = [suggestion for finding in document.findings for suggestion in finding.suggestions]
     if suggestions and not any(suggestion.fits for suggestion in suggestions):
-        return "whether any fixes together make it fit"
-    return "the fixes that make it fit at the least cost"
+        return "whether any --fix options together make it fit"
+    return "the cheapest --fix options with which it fits"
 
 
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
@@ -166,23 +166,25 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             causes = [finding for finding in document.findings if finding.is_decisive]
             options = {one.fix.partition("=")[0] for cause in causes for one in cause.suggestions if one.fix}
             if causes and options.isdisjoint(script_fix_names()):
-                fixes = (one for cause in causes for one in cause.evidence if one.text.startswith("fix"))
-                what = "that line" if any(fix.source for fix in fixes) else "that"
-                return f"whether it fits once {what} is changed", run()
+                return None  # the change is the program's
             suggested = _list_suggested_fixes(document)
             if document.paged_bytes or not suggested.isdisjoint(script_fix_names()):
                 return _describe_search(document), run("--fix", "auto")
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.fits_in_memory is False:
         return _FIXES_HELP
-    if is_single and program.misses_evaluation:
-        return "whether its evaluation fits too", run(until_exit=True, steps=None, timeout=None)
-    if is_single and program.misses_unfreezing:
-        return "whether it fits with these parameters", run(until_exit=True, steps=None, timeout=None)
-    if is_single and program.misses_model:
-        return "whether the next model fits too", run(until_exit=True, steps=None, timeout=None)
-    if is_single and program.idle_optimizers:
-        return "whether the steps of the other optimizer fit too", run(until_exit=True, steps=None, timeout=None)
+    unseen = (
+        (program.misses_evaluation, "whether its evaluation fits too"),
+        (program.misses_unfreezing, "whether it fits with these parameters"),
+        (program.misses_model, "whether the next model fits too"),
+        (program.idle_optimizers, "whether the steps of the other optimizer fit too"),
+    )
+    purpose = next((purpose for is_missed, purpose in unseen if is_missed), None)
+    if is_single and purpose is not None and (program.planned_steps or 0) <= MAX_STEPS:
+        return purpose, run(until_exit=True, steps=None, timeout=None)
+    # A run of all steps of a long training would not end.
+    if is_single and program.misses_evaluation and (program.evaluation_step or MAX_STEPS) < MAX_STEPS:
+        return unseen[0][1], run(steps=(program.evaluation_step or 0) + 1, timeout=None)
     if is_single and has_unseen_batches(document):
         if program.planned_steps is not None and program.planned_steps <= MAX_STEPS:
             return "whether all of its steps fit", run(until_exit=True, steps=None, timeout=None)

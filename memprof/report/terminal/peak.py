@@ -39,9 +39,10 @@ def render_categories(document: Report, min_share: float = 0.0, note: str | None
         if share < min_share:
             continue
         table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
-    where = describe_moment(document, document.peak.stage, document.peak.step)
-    moment = "With the failed allocation" if _is_failed_included(document) else "At the peak"
-    title = f"{moment}, {format_bytes(total_bytes)} of tensors in {where}"
+    title = f"{format_bytes(total_bytes)} of tensors, the failed allocation included"
+    if not _is_failed_included(document):
+        where = describe_moment(document, document.peak.stage, document.peak.step)
+        title = f"At the peak, {format_bytes(total_bytes)} of tensors in {where}"
     notes = _render_workspaces(document) if note is None else [dim(note)] if note else []
     return make_section(title, table, *notes, below=1)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from memprof.ledger.stages import describe_name, format_stage
+from memprof.ledger.stages import EVALUATION_PREFIX, describe_name, format_stage
 from memprof.report.documents.report import Report
 
 
 def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
-    """Return a stage as text, such as "code outside modules of step 2"."""
+    """Return a stage as text, such as "code outside modules of step 2" or "layer 3 of the evaluation"."""
+    if name.startswith(EVALUATION_PREFIX):
+        return f"{describe_name(name.removeprefix(EVALUATION_PREFIX))} of the evaluation"
     return format_stage(describe_name(name), step, micro_batch)
 
 
 def describe_moment(document: Report, stage: str, step: int) -> str:
     """Return a stage of a report's run as text; without its step in a script that begins no training step."""
     last = find_last_step(document)
-    if step <= last:
+    if step <= last or stage.startswith(EVALUATION_PREFIX):
         return describe_stage(stage, step)
     return f"{describe_name(stage)}{f' after step {last}' * bool(last)}"
 

@@ -7,7 +7,7 @@ import re
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.ledger.stages import describe_name
+from memprof.ledger.stages import OWN_CODE, describe_name
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, make_table
@@ -83,8 +83,10 @@ def format_stage(
     fit = Text("pages", style="yellow") if pages else Text("fits")
     if row.oom or (usable_bytes is not None and row.peak_allocated_bytes > usable_bytes):
         fit = Text("out of memory" if row.oom else "does not fit", style="red")
-    name = Text(describe_name(row.name))
-    if row.source is not None:
+    name, outside = Text(describe_name(row.name)), describe_name(OWN_CODE[0])
+    if row.source is not None and name.plain.endswith(outside):  # its line says where
+        name = Text(name.plain.replace(outside, short_source(row.source)))
+    elif row.source is not None:
         name.append(f", {short_source(row.source)}", style="dim")
     if row.num_merged > 1:
         mean_bytes = row.delta_bytes // row.num_merged

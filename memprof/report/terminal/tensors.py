@@ -27,7 +27,8 @@ def merge_equal_tensors(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
 
 def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: bool = True) -> Text:
     """Return the origin of a tensor: category, name or module, operator, and source line; shorter `in_table`."""
-    owner = tensor.name or tensor.module or ""
+    module = tensor.module or ""
+    owner = tensor.name or module * bool(module.strip("*."))  # numbers alone, of several modules, say nothing
     words = [tensor.category if with_category else "", f"{'of module ' * owner.isdecimal()}{owner}"]
     text = Text(" ".join(filter(None, words)))
     operator = name_operator(tensor.op)
@@ -36,5 +37,5 @@ def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: 
         called = "" if tensor.caller is None else f", called at {short_source(tensor.caller)}"
         operator = f" {operator}{space}{line}" if in_table else f", {operator}{space}at {line}{called}"
     elif operator:
-        operator = f" {operator}"
+        operator = "" if tensor.name else f" {operator}"
     return text.append(operator if text else operator.removeprefix(", "), style="dim")

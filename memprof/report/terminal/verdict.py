@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,6 +14,7 @@ from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
 from memprof.ledger.stage_amounts import describe_unusable
+from memprof.ledger.stages import OWN_CODE, describe_name
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
@@ -86,7 +88,7 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     usable_bytes = (device.total_bytes or 0) - context_bytes if device.resident_bytes is None else device.resident_bytes
     spare_bytes = usable_bytes - (verdict.required_bytes - context_bytes)
     if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
-        return _render_exhaustion(verdict.growth, document.findings, need)
+        return _render_exhaustion(verdict.growth, () if is_short else document.findings, need)
     if verdict.fits and verdict.first_caught is not None:
         return _render_fit_after_errors(document, verdict.first_caught, need, spare_bytes)
     if verdict.fits and document.paged_bytes:
@@ -105,13 +107,19 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     where = describe_moment(document, verdict.oom_stage or "", verdict.oom_step or 0)
     was_refused = document.program is not None and document.program.ended == "refused"
     # What comes after a refused allocation is not known.
-    need_intro = "Up to there the script needs" if was_refused else "The whole run needs"
+    need_intro = "It needs at least" if was_refused else "It needs"
     tried, used = (format_bytes(size or 0) for size in (verdict.tried_to_allocate_bytes, verdict.in_use_bytes))
     num_caught = verdict.out_of_memory_caught
     caught_note = f" Before that {_describe_errors(num_caught)}, and the script went on without what it had requested."
     caught_note *= bool(num_caught)
     required_bytes, total_bytes = verdict.required_bytes, device.total_bytes or 0
-    need = f"{format_bytes(required_bytes)}{suffix}" if is_short else need
+    if is_short and verdict.max_buffer_bytes is None:
+        at_least = " at least" * was_refused
+        size = f"{at_least} {format_bytes(required_bytes)}{suffix}; the GPU has {format_bytes(total_bytes)}"
+        if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
+            size = f" more than the {format_bytes(total_bytes)} of the GPU{suffix}"
+        place = _describe_place(document, where)
+        return _label("Does not fit", "bold red", f"out of memory {place}. It needs{size}.{caught_note}")
     if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
         need += f", {format_bytes(required_bytes - total_bytes)} more than the GPU has"
     else:
@@ -127,6 +135,22 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     message = (verdict.oom_message or "").partition(" If reserved ")
     view.append(f" torch {'said' if was_refused else 'would say'}:")
     return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _describe_place(document: Report, where: str) -> str:
+    """Return where memory runs out: in a script the line of its own code, then the stage `where` as words; code outside
+    modules is named by that line alone."""
+    verdict = document.verdict
+    sources = [] if verdict.oom_source is None else [verdict.oom_source, *verdict.oom_callers]
+    own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
+    if document.program is None or not own:
+        return f"in {where}"
+    line, function = short_source(own[-1]), own[-1].rpartition(" ")[2]
+    place = f"at {line}{f' in {function}()' * function.isidentifier()}"
+    outside = f"{describe_name(OWN_CODE[0])} of "
+    if where == outside.removesuffix(" of "):
+        return place
+    return f"{place}, in {where.removeprefix(outside)}"
 
 
 def _describe_waste(document: Report, usable_bytes: int) -> str:
@@ -176,7 +200,7 @@ def _describe_need(document: Report) -> str:
 def describe_sum(document: Report) -> str:
     """Return what makes the tensors at the peak the need of a run that does not fit, whose short verdict lacks it."""
     added = None if document.verdict.oom_stage is None else _describe_added(document)
-    return "" if added is None else f"with {added}: {format_bytes(document.verdict.required_bytes)}"
+    return "" if added is None else f"and {added}: {format_bytes(document.verdict.required_bytes)} in all"
 
 
 def _describe_added(document: Report) -> str | None:
@@ -196,8 +220,7 @@ def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -
     steps_text = f"the {growth.steps_seen} steps that were run need {need}"
     num_steps = growth.program_steps
     end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,}"
-    cause = next((f" {f.title.partition(': ')[2]}." for f in findings if f.id == "memory-growth"), "")
-    growth_text = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
+    growth_text = next((f"{finding.title}." for finding in findings if finding.id == "memory-growth"), "")
     sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {steps_text}, and {end_text}. {growth_text}"
     return _label("Does not fit", "bold red", sentence.rstrip())
 
@@ -251,7 +274,9 @@ def _list_unseen(document: Report) -> Iterator[str]:
     if program is None:
         return
     if program.misses_evaluation:
-        yield "the evaluation in its code was not reached"
+        which, step = "a later" if program.evaluated else "the", program.evaluation_step
+        where = "" if step is None else f" (it comes after step {step:,})"
+        yield f"{which} evaluation in its code was not reached{where}"
     if program.misses_unfreezing:
         yield "its training loop unfreezes parameters, and that was not reached"
     if program.misses_model:
@@ -277,13 +302,14 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
     convolutions, whether it does for the most that they may take."""
     nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
     if nccl is None and (unseen := next(_list_unseen(document), None)):
-        return _label("Fits so far", "bold yellow", f"needs {need}, {format_bytes(spare)} to spare; {unseen}.")
+        text = f"{_name_part(document)} {need}, {format_bytes(spare)} to spare; {unseen}."
+        return _label("Fits so far", "bold yellow", text)
     if nccl is None and (most_bytes := get_uncertain_peak(document)) > usable_bytes:
         context_bytes = document.peak.device_used_bytes - document.peak.reserved_bytes
         rest = f"{format_bytes(spare)} to spare; {_describe_uncertainty(most_bytes + context_bytes)}"
         return _label("Fits by an estimate", "bold yellow", f"needs {need}, {rest}")
     if nccl is None:
-        return _label("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+        return _label("Fits", "bold green", f"{_name_part(document)} {need}, {format_bytes(spare)} to spare.")
     min_bytes, max_bytes = nccl
     range_text = f"{format_bytes(min_bytes)} to {format_bytes(max_bytes)}"
     if spare >= max_bytes:
@@ -291,6 +317,14 @@ def _render_fit(document: Report, need: str, spare: int, usable_bytes: int) -> T
         return _label("Fits", "bold green", f"needs {need}, {rest}")
     rest = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
     return _label("Fits without headroom for NCCL", "bold yellow", f"needs {need}, {rest}")
+
+
+def _name_part(document: Report) -> str:
+    """Return what a verdict that a run fits is of, as the beginning of a sentence on its need."""
+    program = document.program
+    if program is None or program.ended != "steps" or not program.steps:
+        return "needs"
+    return "1 training step needs" if program.steps == 1 else f"{program.steps:,} training steps need"
 
 
 def _render_fit_after_errors(document: Report, first: CaughtError, need: str, spare_bytes: int) -> Text:

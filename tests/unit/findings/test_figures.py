@@ -156,6 +156,26 @@ def test_copies_of_logits_where_most_are_live_and_at_the_peak() -> None:
     assert finding.evidence[-1].num_bytes == 3 * GIB
 
 
+@pytest.mark.parametrize(
+    ("ops", "kinds"),
+    [
+        (("mm", "_to_copy", "_softmax", "div"), "logits, float32 upcast, softmax and div of the logits of"),
+        (
+            ("mm", "mm", "_to_copy", "_softmax", "div", "exp"),
+            "logits (2 times), float32 upcast, softmax and 2 others of",
+        ),
+    ],
+)
+def test_a_title_names_four_kinds_of_logits_or_three_and_the_number_of_others(ops: tuple[str, ...], kinds: str) -> None:
+    b = TraceBuilder()
+    b.parameter("embedding.weight", WORDS, 64)
+    b.phase(PhaseKind.FORWARD)
+    for op in ops:
+        b.new(8192, WORDS, op=f"aten.{op}")
+    finding = only(logits.find(b.context(vocab_size=WORDS)))
+    assert finding.title.startswith(f"Logits: {kinds} [8192 x {WORDS}]")
+
+
 @pytest.mark.parametrize(("is_at_peak", "text"), [(True, "94% of the peak)"), (False, "size; none live at the peak)")])
 def test_logits_that_are_at_the_peak_or_gone(is_at_peak: bool, text: str) -> None:
     b = with_logits()

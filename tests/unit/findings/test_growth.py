@@ -16,6 +16,7 @@ from memprof.findings.growth import (
     find_growing_storages,
     find_leaks,
     find_step_leaks,
+    format_holders,
     is_growing,
     is_rising_constantly,
     leak_evidence,
@@ -24,7 +25,7 @@ from memprof.findings.growth import (
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.figures import figures
-from tests.unit.findings.growing import KEPT, MILLION, kept, steps
+from tests.unit.findings.growing import KEPT, LOSSES, MILLION, kept, steps
 from tests.unit.traces import TraceBuilder
 
 
@@ -287,3 +288,15 @@ def test_models_that_are_built_in_training_are_no_growing_storages() -> None:
     steps(b, 5, lambda step: b.new(MILLION, line=KEPT, owner=(Role.PARAMETER, "a")) and None)
     context = b.context()
     assert find_step_leaks(context) and not find_growing_storages(context)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (2, ", kept by list `l0` (x/train.py:9) and list `l1` (x/train.py:9)"),
+        (3, ", kept by list `l0` (x/train.py:9) and list `l1` (x/train.py:9) and list `l2` (x/train.py:9)"),
+        (4, ", kept by list `l0` (x/train.py:9) and list `l1` (x/train.py:9) and 2 others"),
+    ],
+)
+def test_a_title_names_three_holders_or_two_and_the_number_of_others(number: int, text: str) -> None:
+    assert format_holders(*(LOSSES._replace(name=f"l{i}") for i in range(number))) == text

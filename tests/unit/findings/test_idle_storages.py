@@ -157,4 +157,4 @@ def test_the_last_use_is_that_of_the_tensor_that_was_used_last(order: tuple[int,
     exits(b)
     b.trace.idle_holders.append(OUT._replace(storages=tuple(made)))
     (finding,) = b.find()
-    assert finding.title.endswith("of step 2")
+    assert finding.evidence[-1].text.endswith("of step 2")

@@ -39,8 +39,8 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is 6 times as large as the median step's: [120 x {ROW}] (x/train.py:4), not [20 x {ROW}]"
-        "; the other steps allocate at most 80.00 MiB, this one 380.00 MiB"
+        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), that of the median step [20 x {ROW}]; the other steps "
+        "allocate at most 80.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
     assert finding.evidence[0].text.startswith("fix at x/train.py:4: ") and finding.evidence[0].source == LINE

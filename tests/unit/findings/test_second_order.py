@@ -48,7 +48,7 @@ def inner_steps(num_calls: int, *, caller_of_last: int = NONE, plain_before: int
 )
 def test_gradients_in_a_loop(builder: TraceBuilder, num_told: int | None) -> None:
     found = list(second_order.propose(builder.context()))
-    assert [one.change.startswith("create_graph=False at maml.py:7, where") for one in found] == [True] * bool(num_told)
+    assert [one.change.startswith("create_graph=False at maml.py:7 (") for one in found] == [True] * bool(num_told)
     assert all(f"{num_told} gradients" in one.change and one.source == "maml.py:7 adapt" for one in found)
 
 

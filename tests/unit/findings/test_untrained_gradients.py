@@ -64,7 +64,7 @@ def test_what_is_freed_and_what_to_change() -> None:
     assert gradient.text.startswith("gradient: [134217728]") and saved.text.startswith("saved: [268435456]")
     assert finding.edit == Edit(EditKind.NO_GRADIENTS, CALL) and not finding.is_decisive
     decisive = only(find(program(saved_bytes=256 * MIB).context(800 * MIB)))
-    assert decisive.is_decisive and decisive.title.endswith("; then the run fits")
+    assert decisive.is_decisive
 
 
 def test_a_call_that_leads_to_a_trained_parameter_is_no_call_for_no_grad() -> None:

@@ -7,7 +7,7 @@ import pytest
 from memprof.ledger.categories import Category, categorize, is_half_precision_copy
 from memprof.ledger.stages import list_spans
 from memprof.spec import TargetSpec
-from memprof.trace.events import HOST, NONE, EventKind, Forward, ModuleRole, PhaseKind, Role
+from memprof.trace.events import HOST, NONE, EventKind, Forward, Holder, ModuleRole, PhaseKind, Role
 from memprof.trace.facts import Facts, Target
 from tests.unit.ledger.forwards import VOCABULARY, WIDTH, run_forward
 from tests.unit.traces import TraceBuilder
@@ -600,3 +600,31 @@ def test_a_call_that_raised_has_no_end() -> None:
     assert categories_of(b, inside) == [TEMPORARIES]
     b.leave()
     assert categories_of(b, inside) == [ACTIVATIONS]
+
+
+@pytest.mark.parametrize(("num_ends", "category"), [(1, UNATTRIBUTED), (2, Category.KEPT), (3, Category.KEPT)])
+def test_what_outlives_the_next_step_is_kept_by_the_program(num_ends: int, category: Category) -> None:
+    """Of one line, in one step; what another line makes is freed with the next step."""
+    b = TraceBuilder()
+    b.phase(PhaseKind.FORWARD, 1)
+    b.free(b.new(5))
+    b.phase(PhaseKind.OTHER, 1)
+    kept, other = b.new(5, line="train.py:1 main"), b.new(5, line="train.py:2 main")
+    for step in range(1, num_ends + 1):
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.phase(PhaseKind.OTHER, step)
+        b.free(*[other] * (step == 1))
+    last = b.new(5, line="train.py:1 main")
+    assert categories_of(b, kept, last) == [category, category]
+    assert categories_of(b, other) == [UNATTRIBUTED]
+
+
+@pytest.mark.parametrize(("kind", "line", "is_kept"), [("list", 1, True), ("", 1, False), ("list", 2, False)])
+def test_what_piles_up_in_a_container_is_kept_by_the_program(kind: str, line: int, is_kept: bool) -> None:
+    """In an evaluation: two outputs that were seen in the container, and one that came later."""
+    b = TraceBuilder()
+    b.phase(PhaseKind.EVALUATION)
+    seen = b.new(5, line="train.py:1 main"), b.new(5, line="train.py:1 main")
+    b.trace.holders.append(Holder(9, kind, "outputs", None, False, None, seen, 0, 0, None))
+    later = b.new(5, line=f"train.py:{line} main")
+    assert (categories_of(b, later) == [Category.KEPT]) is is_kept

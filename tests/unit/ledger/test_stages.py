@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.ledger.stages import find_vocabulary_size, format_stage, list_spans
-from memprof.trace.events import EventKind, ModuleRole, PhaseKind, Role
+from memprof.trace.events import EventKind, Forward, ModuleRole, PhaseKind, Role
 from tests.unit.ledger.forwards import MODULES, VOCABULARY, WIDTH, run_forward
 from tests.unit.traces import TraceBuilder
 
@@ -328,3 +328,37 @@ def test_the_vocabulary_is_the_rows_of_the_embedding_or_the_classes_of_the_last_
     assert vocabulary_of(losses=((2, 64, 10),)) is None  # over pixels, or positions
     assert vocabulary_of() is None
     assert vocabulary_of(rows=1000, losses=((64, 10),), head=True) is None
+
+
+def call(b: TraceBuilder, step: int, line: int, *, training: bool) -> None:
+    """Call the model with gradients, and record the call."""
+    b.phase(PhaseKind.FORWARD, step)
+    begin = len(b.trace.events)
+    run_forward(b, "root( conv( 4x8 ) )")
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, line, training, 1, ()))
+
+
+@pytest.mark.parametrize(
+    ("training", "line", "then", "is_evaluation"),
+    [
+        (False, 2, None, True),
+        (False, 2, PhaseKind.OPTIMIZER_STEP, True),  # of another model
+        (True, 2, None, False),
+        (False, 1, None, False),  # where it is trained: the backward may still come
+        (False, 2, PhaseKind.BACKWARD, False),
+    ],
+)
+def test_an_evaluation_with_gradients(training: bool, line: int, then: PhaseKind | None, is_evaluation: bool) -> None:
+    b = TraceBuilder()
+    call(b, 1, 1, training=True)
+    b.phase(PhaseKind.BACKWARD, 1)
+    b.new(1)
+    call(b, 2, line, training=training)
+    if then is not None:
+        b.phase(then, 2)
+        b.new(1)
+    call(b, 2, 1, training=True)
+    b.phase(PhaseKind.BACKWARD, 2)
+    conv = [(span.name, span.step) for span in list_spans(b.trace) if "conv" in span.name]
+    other = ("evaluation conv Conv", 0) if is_evaluation else ("conv Conv", 2)
+    assert conv == [("conv Conv", 1), other, ("conv Conv", 2)]

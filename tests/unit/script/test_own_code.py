@@ -10,7 +10,14 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from memprof.script.own_code import has_evaluation, has_later_evaluation, has_training, has_unfreezing, may_train
+from memprof.script.own_code import (
+    find_evaluation_step,
+    has_evaluation,
+    has_later_evaluation,
+    has_training,
+    has_unfreezing,
+    may_train,
+)
 
 
 def frame_of(file: Path, text: str) -> FrameType:
@@ -202,3 +209,24 @@ def test_an_evaluation_after_the_loop_that_moves_something(tmp_path: Path, text:
     thread.start()
     thread.join()
     assert answers == [is_later]
+
+
+@pytest.mark.parametrize(
+    ("loop", "step"),
+    [
+        ("for i in range(50):\n  stop()\n  if i % every == 0 and i:\n    validate(model)", 1000),
+        ("for i in range(50):\n  stop()\n  if i % 2 == 0:\n    validate(model)", None),  # it has come to that
+        ("for i in range(50):\n  stop()\n  if i % every == 1:\n    log(i)\n  if i < 0:\n    validate(model)", None),
+        ("for epoch in range(2):\n  for i in range(50):\n    stop()\n  validate(model)", 50),
+        ("for i in range(50):\n  stop()\nvalidate(model)", None),
+    ],
+)
+def test_the_step_after_which_an_evaluation_comes(tmp_path: Path, loop: str, step: int | None) -> None:
+    (tmp_path / "train.py").write_text(loop)
+    found: list[int | None] = []
+    names: dict[str, object] = dict.fromkeys(("model", "validate", "log"), print)
+    names |= {"every": 1000, "stop": lambda: found.append(find_evaluation_step(sys._getframe(1), 2))}
+    thread = threading.Thread(target=exec, args=(compile(loop, str(tmp_path / "train.py"), "exec"), names))
+    thread.start()
+    thread.join()
+    assert found[0] == step

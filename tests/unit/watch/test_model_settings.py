@@ -106,7 +106,7 @@ def test_memory_runs_out_in_the_first_call_in_eval_mode() -> None:
     context = run_out_of_memory(lambda: train(evaluate), 1000 * MIB)
     assert context.ledger.trace.failed_forward is not None
     (finding,) = told(context, "left-in-eval-mode")
-    assert finding.is_decisive and finding.title.endswith("; with it the failed allocation succeeds")
+    assert finding.is_decisive
 
 
 @pytest.mark.parametrize("between", [evaluate_and_return, attack, lambda model: None, nn.Module.eval])
@@ -173,7 +173,6 @@ def test_it_comes_before_gradients_that_the_optimizer_has_used() -> None:
     context = run_out_of_memory(program, 2200 * MIB)
     first, *_ = find_all(context)
     assert first.id == "frozen-in-vain" and first.is_decisive
-    assert first.title.endswith("; without these gradients alone the failed allocation succeeds")
 
 
 class OwnFlag(nn.Module):

@@ -29,8 +29,14 @@ def test_plain_words(name: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "suffix"), [(0, ""), (1, " of step 1")])
-@pytest.mark.parametrize(("ended", "moment"), [("refused", "With the failed allocation"), ("exit", "At the peak")])
-def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("ended", "title"),
+    [
+        ("refused", "48.00 MiB of tensors, the failed allocation included"),
+        ("exit", "At the peak, 48.00 MiB of tensors in"),
+    ],
+)
+def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, title: str) -> None:
     """The peak has the allocation that failed, and a script that trains nothing has no step."""
     b = TraceBuilder()
     program = ProgramFacts(("a.py",), ended, None, num_steps, ())
@@ -39,7 +45,7 @@ def test_the_stage_of_the_peak(num_steps: int, suffix: str, ended: str, moment: 
     b.new(6 * MIB)
     b.new(6 * MIB)  # of 4 bytes each
     text = " ".join(to_text(render(analyze(b.trace))).split())
-    assert f"{moment}, 48.00 MiB of tensors in backward{suffix}" in text
+    assert f"{title}{f' backward{suffix}' * (ended == 'exit')} " in text
     assert f"runs out of memory in backward{suffix}, when" in text
 
 
@@ -54,3 +60,4 @@ def test_what_comes_after_the_last_step_is_none() -> None:
     assert [describe_step(document, step) for step in (0, 1, 2, 3)] == ["", "step 1", "step 2", "after step 2"]
     assert describe_moment(document, "loss", 2) == "loss of step 2"
     assert describe_moment(document, "loss", 3) == "loss after step 2"
+    assert describe_moment(document, "evaluation loss", 3) == "loss of the evaluation"

@@ -67,7 +67,7 @@ def test_bytes_in_one_dimension_are_a_buffer(shape: tuple[int, ...], dtype: str,
     ("op", "name", "text"),
     [
         ("aten.mm", None, "activations layer, mm at a.py:7"), ("aten.empty", None, "activations layer, at a.py:7"),
-        ("aten.mm", "weight", "activations weight mm"), ("aten.empty", "weight", "activations weight"),
+        ("aten.mm", "weight", "activations weight"), ("aten.empty", "weight", "activations weight"),
     ],
 )  # fmt: skip
 def test_origin(op: str, name: str | None, text: str) -> None:

@@ -16,7 +16,7 @@ from memprof.report.documents.report import Report
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.next_step import choose_next_step
 from memprof.report.terminal.report import render
-from memprof.report.terminal.verdict import _describe_waste
+from memprof.report.terminal.verdict import _describe_waste, render_verdict
 from memprof.run_spec import RunSpec
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
@@ -47,7 +47,7 @@ def said(document: Report, total_bytes: int, nccl: tuple[int, int] | None) -> st
 
 @pytest.mark.parametrize(
     ("ended", "need"),
-    [("refused", "Up to there the script needs"), ("exit", "The whole run needs")],
+    [("refused", "It needs at least"), ("exit", "It needs")],
 )
 def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: str) -> None:
     b = TraceBuilder()
@@ -62,7 +62,11 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
 @pytest.mark.parametrize(
     ("missed", "said_of_it", "purpose"),
     [
-        ({"misses_evaluation": True}, "the evaluation in its code was not reached", "whether its evaluation fits too"),
+        (
+            {"misses_evaluation": True},
+            "a later evaluation in its code was not reached",
+            "whether its evaluation fits too",
+        ),
         ({"misses_unfreezing": True}, "unfreezes parameters", "whether it fits with these parameters"),
         ({"misses_model": True}, "builds another model", "whether the next model fits too"),
         ({"idle_optimizers": 1}, "an optimizer has made no step", "whether the steps of the other optimizer fit too"),
@@ -79,6 +83,10 @@ def test_before_what_may_need_more_a_run_fits_so_far(
     assert text.startswith("Fits so far: " if missed else "Fits: ") and said_of_it in text
     step = choose_next_step(report)
     assert step is not None and step[0] == purpose
+    if missed:  # all steps of a long training are never run
+        longer = (dataclasses.replace(program, planned_steps=steps) for steps in (1000, 1001))
+        steps = [choose_next_step(dataclasses.replace(report, program=one)) for one in longer]
+        assert ["--until-exit" in command for _, command in filter(None, steps)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,64 @@ def test_up_to_a_thousand_steps_are_run_to_their_end(document: Report, planned: 
     step = choose_next_step(dataclasses.replace(document, batches=batches, program=program, source="simulated"))
     assert step is not None
     assert step[0] == ("whether all of its steps fit" if runs_all else "what the largest batch needs")
+
+
+@pytest.mark.parametrize(
+    ("stage", "source", "callers", "place"),
+    [
+        (
+            "layer 3",
+            "lib/model.py:9 forward",
+            ("train.py:4 evaluate",),
+            "at train.py:4 in evaluate(), in layer 3 of step 2",
+        ),
+        ("own code", "train.py:4 <module>", (), "at train.py:4, in step 2"),
+        ("evaluation own code", "/lib/x.py:9 f", ("train.py:4 <module>",), "at train.py:4, in the evaluation"),
+        ("layer 3", "/lib/x.py:9 f", (), "in layer 3 of step 2"),
+    ],
+)
+def test_where_memory_runs_out(document: Report, stage: str, source: str, callers: tuple[str, ...], place: str) -> None:
+    verdict = dataclasses.replace(
+        document.verdict, fits=False, oom_stage=stage, oom_step=2, oom_source=source, oom_callers=callers
+    )
+    for ended, size in (("refused", "at least 30.00 GiB"), ("exit", "30.00 GiB")):
+        program = ProgramFacts(("a.py",), ended, None, 2, ())
+        device = dataclasses.replace(document.device, total_bytes=24 * GIB)
+        needs = dataclasses.replace(verdict, required_bytes=30 * GIB)
+        one = dataclasses.replace(document, verdict=needs, program=program, device=device)
+        text = " ".join(to_text(render_verdict(one, is_short=True)).split())
+        assert text == f"Does not fit: out of memory {place}. It needs {size}; the GPU has 24.00 GiB."
+    needs = dataclasses.replace(verdict, required_bytes=24 * GIB + 1)
+    one = dataclasses.replace(document, verdict=needs, device=device, program=program)
+    text = " ".join(to_text(render_verdict(one, is_short=True)).split())
+    assert text.endswith("It needs more than the 24.00 GiB of the GPU.")
+
+
+@pytest.mark.parametrize(
+    ("ended", "steps", "words"),
+    [("steps", 1, "1 training step needs "), ("steps", 25, "25 training steps need "), ("exit", 25, "needs ")],
+)
+def test_a_run_that_was_stopped_fits_for_its_steps(document: Report, ended: str, steps: int, words: str) -> None:
+    document = dataclasses.replace(document, program=ProgramFacts(("a.py",), ended, None, steps, ()))
+    assert said(document, 8 * GIB, None).startswith(f"Fits: {words}")
+
+
+@pytest.mark.parametrize(
+    ("evaluation_step", "where", "command"),
+    [
+        (999, " (it comes after step 999)", "memprof run --steps 1000 --gpu h100-80gb a.py"),
+        (1000, " (it comes after step 1,000)", None),
+        (None, "", None),
+    ],
+)
+def test_the_evaluation_of_a_long_training_is_run_if_its_step_is_known(
+    document: Report, evaluation_step: int | None, where: str, command: str | None
+) -> None:
+    program = ProgramFacts(("a.py",), "steps", None, 25, (), asked=RunSpec(), planned_steps=700_000)
+    program = dataclasses.replace(program, evaluated=False, misses_evaluation=True, evaluation_step=evaluation_step)
+    document = dataclasses.replace(document, program=program, source="simulated")
+    assert f"; the evaluation in its code was not reached{where}." in said(document, 8 * GIB, None)
+    assert (choose_next_step(document) or (None, None))[1] == command
 
 
 def test_what_the_gpu_must_have_includes_the_context() -> None:
