@@ -44,6 +44,44 @@ def test_counts_are_those_of_the_catalog(key: str) -> None:
     assert count - padding - buffers == find_model(key).num_parameters
 
 
+SMALL = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 128, "max_position_embeddings": 128,
+}  # fmt: skip
+GEMMA_4 = {
+    **SMALL, "model_type": "gemma4_text", "global_head_dim": 24,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+}  # fmt: skip
+NEMOTRON = {
+    **SMALL, "model_type": "nemotron_h", "tie_word_embeddings": False, "num_hidden_layers": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "n_routed_experts": 4,
+    "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (NEMOTRON | {"hybrid_override_pattern": "M*-M"}, 45_448),
+        (NEMOTRON | {"hybrid_override_pattern": "ME*E"}, 51_260),
+        (
+            GEMMA_4 | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 20,
+                       "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            210_312 + 6,
+        ),
+        # vLLM also loads the keys and values of the two layers that share those of others, with their norms.
+        (
+            GEMMA_4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+                       "vocab_size_per_layer_input": 64},
+            176_756 + 6 - 8 + 4 * 48 * (12 + 24) + (12 + 24),
+        ),
+    ],
+)  # fmt: skip
+def test_counts_of_layers_of_several_kinds(config: dict[str, object], count: int) -> None:
+    """As transformers 5.23 makes the model; of Gemma 4 with a scalar of each layer, and without one norm of 8."""
+    assert sum(part.count * part.copies for part in list_parts(build_served_model(config, "tiny"))) == count
+
+
 def test_ranks_divide_matrices_and_repeat_keys() -> None:
     model = build_served_model(LLAMA, "tiny")
     parts = {part.name: part for part in list_parts(model, 4)}
@@ -141,6 +179,10 @@ def test_quantization_leaves_embeddings_alone() -> None:
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2", None),
         ("deepseek-ai/DeepSeek-R1", "deepseek_v3", "fp8-block"),
         ("gpt-oss-20b", "gpt_oss", "mxfp4"),
+        ("moonshotai/Kimi-VL-A3B-Instruct", "deepseek_v3", None),
+        ("google/gemma-4-12B-it", "gemma4_unified_text", None),
+        ("Qwen/Qwen3.5-4B", "qwen3_5_text", None),
+        ("Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe_text", None),
     ],
 )
 def test_names_are_found(name: str, family: str, quantization: str | None) -> None:
