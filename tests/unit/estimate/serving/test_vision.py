@@ -1,4 +1,4 @@
-"""Image encoders of small configurations; `kimi_vl` by hand, parameters of all others as transformers 5.23 makes them."""
+"""Image encoders of small configurations: `kimi_vl` by hand, parameters of others as transformers 5.23 makes them."""
 
 from __future__ import annotations
 
