@@ -67,6 +67,7 @@ def read(log: str) -> EngineBudget:
 
 
 CACHE = "Available KV cache memory: 2.00 GiB\n"
+CACHED = f"{CACHE}KV cache size: 9 tokens\n"
 POOL = "Load weight end. type=X, avail mem=9 GB, mem usage=1.0 GB\n#tokens: 80, KV size: 2.0 GB\n"
 BUFFERS = "CUDA0 model buffer size = 1.00 MiB\nCUDA0 KV buffer size = 2.00 MiB\n"
 
@@ -76,56 +77,55 @@ BUFFERS = "CUDA0 model buffer size = 1.00 MiB\nCUDA0 KV buffer size = 2.00 MiB\n
     [
         *(
             (CACHE, line, "weights_bytes", GIB)
-            for line in ("Model loading took 1.00 GiB", "Model loading took 1.00GB", "Loading model weights took 1.00GiB",
-                         "Model loading took 1.00 GB. Actual usage is 1.00 GiB for weight",
-                         "# GPU blocks: 9. model weights take 1.00GiB")
+            for line in ("Model loading took 1.00 GiB", "Loading model weights took 1.00GB",
+                         "Actual usage is 1.00 GiB for weight", "model weights take 1.00GiB")
         ),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "profile_peak_bytes", GIB)
+            (CACHED, line, "profile_peak_bytes", GIB)
             for line in ("torch peak memory increase: 1.00GiB", "1.00 GiB for peak activation",
                          "activation peak memory takes 1.00GiB")
         ),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "outside_torch_bytes", GIB)
+            (CACHED, line, "outside_torch_bytes", GIB)
             for line in ("non-torch forward increase memory: 1.00GiB", "1.00 GiB for non-torch memory",
                          "non_torch_memory takes 1.00GiB")
         ),
         ("# GPU blocks: 9\n", "the rest of the memory reserved for KV Cache is 1.00GiB", "kv_cache_bytes", GIB),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "total_bytes", GIB)
+            (CACHED, line, "total_bytes", GIB)
             for line in ("Free memory on device cuda:0 (-0.50/1.00 GiB)", "total_gpu_memory (1.00GiB)",
                          "a total capacity of 1.00 GiB")
         ),
-        (CACHE + "KV cache size: 9 tokens\n", "Estimated CUDA graph memory: 1.00 GiB total", "graph_bytes", GIB),
+        (CACHED, "Estimated CUDA graph memory: 1.00 GiB total", "graph_bytes", GIB),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "graph_taken_bytes", GIB)
+            (CACHED, line, "graph_taken_bytes", GIB)
             for line in ("Graph capturing finished in 1 sec, took 1.00 GiB", "and 1.00 GiB for CUDAGraph memory")
         ),
         (CACHE, "# cuda blocks: 1,024", "num_tokens", 16384),
         (CACHE, "KV cache size: 9 tokens\nnum_gpu_blocks is: 12", "num_blocks", 12),
         (CACHE, "Maximum concurrency for 1,000 tokens per request: 2.5x", "num_tokens", 2500),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "context_length", 1000)
+            (CACHED, line, "context_length", 1000)
             for line in ("concurrency for 1,000 tokens", "max_seq_len=1000", "'max_model_len': 1000")
         ),
-        (CACHE + "KV cache size: 9 tokens\n", "'tensor_parallel_size': 4", "tensor_parallel", 4),
-        (CACHE + "KV cache size: 9 tokens\n", "max_num_seqs=4", "max_num_seqs", 4),
-        (CACHE + "KV cache size: 9 tokens\n", "max_num_batched_tokens=4", "max_num_batched_tokens", 4),
+        (CACHED, "'tensor_parallel_size': 4", "tensor_parallel", 4),
+        (CACHED, "max_num_seqs=4", "max_num_seqs", 4),
+        (CACHED, "max_num_batched_tokens=4", "max_num_batched_tokens", 4),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "utilization", 0.5)
-            for line in ("Desired GPU memory utilization is (0.5, 8 GiB)", "desired GPU memory utilization (0.5, 8 GiB)",
+            (CACHED, line, "utilization", 0.5)
+            for line in ("Desired GPU memory utilization is (0.5, 8", "desired GPU memory utilization (0.5, 8 GiB)",
                          "gpu_memory_utilization=0.5", "gpu_memory_utilization (0.5)", "Requested memory: 0.5 (util)")
         ),
         *(
-            (CACHE + "KV cache size: 9 tokens\n", line, "release", "0.9.1")
+            (CACHED, line, "release", "0.9.1")
             for line in ("LLM engine (v0.9.1)", "vllm==0.9.1")
         ),
-        (CACHE + "KV cache size: 9 tokens\n", "'model_tag': 'a/b'", "model", "a/b"),
-        (CACHE + "KV cache size: 9 tokens\n", "'model': 'a/b'", "model", "a/b"),
-        (CACHE + "KV cache size: 9 tokens\n", "dtype=torch.half", "dtype", "half"),
-        (CACHE + "KV cache size: 9 tokens\n", "quantization=awq", "quantization", "awq"),
-        (CACHE + "KV cache size: 9 tokens\n", "quantization=None", "quantization", None),
-        (CACHE + "KV cache size: 9 tokens\n", "kv_cache_dtype=fp8", "kv_cache_dtype", "fp8"),
+        (CACHED, "'model_tag': 'a/b'", "model", "a/b"),
+        (CACHED, "'model': 'a/b'", "model", "a/b"),
+        (CACHED, "dtype=torch.half", "dtype", "half"),
+        (CACHED, "quantization=awq", "quantization", "awq"),
+        (CACHED, "quantization=None", "quantization", None),
+        (CACHED, "kv_cache_dtype=fp8", "kv_cache_dtype", "fp8"),
         (POOL, "total capacity of 1.00 GiB", "total_bytes", GIB),
         (POOL, "Capture cuda graph end. 3 s. mem usage=1.00 GB", "graph_taken_bytes", GIB),
         (POOL, "context_len=40", "concurrency", 2.0),

@@ -10,6 +10,7 @@ from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.estimate.serving.changes import VLLM_FLAGS, complete_budget
 from memprof.estimate.serving.lookup import load_served_model
+from memprof.estimate.serving.lora import count_lora_bytes
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.vllm import compute_vllm_budget
 from memprof.flows.recommend.engine import recommend_engine
@@ -37,6 +38,49 @@ def test_the_cache_is_what_the_others_leave() -> None:
     assert budget.kv_cache_bytes == budget.budget_bytes - sum(part or 0 for part in parts)
     assert budget.starts and budget.num_tokens == 16 * (budget.num_blocks or 0)
     assert (budget.num_tokens_low or 0) < budget.num_tokens < (budget.num_tokens_high or 0)
+
+
+def test_slots_of_adapters_are_among_the_weights() -> None:
+    plain = compute("qwen2.5-7b", "rtx-4090", context_length=8192)
+    for rank, options in ((16, {}), (8, {"max_lora_rank": 8})):
+        budget = compute("qwen2.5-7b", "rtx-4090", context_length=8192, max_loras=2, **options)
+        slots = count_lora_bytes(load_served_model("qwen2.5-7b"), 2, rank, 1)
+        assert (budget.weights_bytes or 0) - (plain.weights_bytes or 0) == slots
+        assert f"{slots / GIB:.2f} GiB of the weights are slots" in budget.assumptions[-2]
+        assert (budget.graph_bytes or 0) > (plain.graph_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"context_length": 8192}, (256, 2048, 8192)),
+        ({"context_length": 4}, (256, 1024, 4)),  # no more tokens than all requests have
+        ({"context_length": 4, "max_num_batched_tokens": 100}, (100, 100, 4)),
+        ({"context_length": 4, "max_num_seqs": 8}, (8, 32, 4)),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, (8, 4, 131072)),
+        ({}, (256, 2048, 131072)),
+    ],
+)
+def test_limits_of_a_step(options: dict[str, int], limits: tuple[int, int, int]) -> None:
+    budget = compute("qwen2.5-7b", "rtx-4090", **options)
+    assert (budget.max_num_seqs, budget.max_num_batched_tokens, budget.context_length) == limits
+
+
+def test_a_budget_by_hand() -> None:
+    budget = compute(
+        "qwen2.5-7b", "rtx-4090", context_length=8192, total_bytes=24 * GIB, outside_torch_bytes=GIB, is_eager=True,
+        utilization=0.9, release="0.19.0",
+    )  # fmt: skip
+    available = int(24 * GIB * 0.9) - (budget.weights_bytes or 0) - GIB - (budget.profile_peak_bytes or 0)
+    block = 28 * 2 * 16 * 4 * 128 * 2
+    assert (budget.kv_cache_bytes, budget.num_blocks) == (available, available // block)
+    tokens = int(available // block / 512 * 8192)
+    margin = round(0.06 * tokens) + round(0.15 * GIB / (block / 16))
+    assert (budget.num_tokens_low, budget.num_tokens, budget.num_tokens_high) == (
+        tokens - margin, tokens, tokens + margin,
+    )  # fmt: skip
+    assert budget.concurrency == available // block / 512
+    assert budget.longest_context == available // block * 16
 
 
 def test_a_published_log() -> None:
