@@ -8,7 +8,7 @@ import pytest
 
 from memprof.estimate.serving.model import CachedLayer, build_served_model
 from memprof.estimate.serving.states import StateShape, read_state_shape
-from tests.unit.estimate.serving.test_weights import GEMMA_4, LLAMA, NEMOTRON
+from tests.unit.estimate.serving.test_weights import GEMMA_4, LATENT, LLAMA, NEMOTRON
 
 DELTA = {
     "hidden_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -86,6 +86,4 @@ def test_sizes_of_caches() -> None:
     assert build_served_model(full, "tiny").layers[1:3] == (window, CachedLayer(FULL, 1, 24))
     del full["global_head_dim"], full["attention_k_eq_v"]  # those heads are of layers whose values are their keys
     assert build_served_model(full, "tiny").layers[2] == CachedLayer(FULL, 2, 512)
-    latent = {**LLAMA, "model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-              "v_head_dim": 16}  # fmt: skip
-    assert set(build_served_model(latent, "tiny").layers) == {CachedLayer("latent", 1, 64 + 8)}
+    assert set(build_served_model(LATENT, "tiny").layers) == {CachedLayer("latent", 1, 64 + 8)}

@@ -11,6 +11,7 @@ from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.model import build_served_model
 from memprof.estimate.serving.weights import (
     WeightFormat,
+    _count_rotary_bytes,
     count_weight_bytes,
     find_weight_format,
     list_parts,
@@ -131,6 +132,75 @@ def test_linear_scaling_makes_the_rotary_table_longer() -> None:
     assert difference == 7 * 131072 * 256 * 2
 
 
+GEMMA_3 = {**SMALL, "model_type": "gemma3_text", "max_position_embeddings": 128}
+LATENT = {
+    **LLAMA, "model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "elements"),
+    [
+        (LLAMA, 128 * 32),
+        (LLAMA | {"partial_rotary_factor": 0.5}, 128 * 16),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.25}}, 128 * 8),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}, 256 * 32),  # so many positions
+        (LATENT, 128 * 8),
+        (LLAMA | {"model_type": "gpt_neox", "rotary_pct": 0.25}, 128 * 8),
+        (LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.25}, 128 * 8),
+        (LLAMA | {"model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 256}, 0),  # learned positions
+        (NEMOTRON | {"hybrid_override_pattern": "M*-M"}, 0),
+        (GEMMA_3, 2 * 128 * 12),
+        (GEMMA_3 | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 9 * 128 * 12),
+        (GEMMA_3 | {"rope_parameters": {"full_attention": {"rope_type": "default", "factor": 8.0}}}, 2 * 128 * 12),
+        (GEMMA_4, 128 * (12 + 24)),
+    ],
+)
+def test_tables_of_cosines_and_sines(config: dict[str, object], elements: int) -> None:
+    assert _count_rotary_bytes(build_served_model(config, "tiny"), 2) == elements * 2
+
+
+def test_quantized_latent_attention_keeps_copies_that_are_not() -> None:
+    """Of the matrix from 64 elements to the 8 heads' 16 + 24, in each of two layers; a rank has half of it."""
+    model = build_served_model(LATENT, "tiny")
+    for ranks in (1, 2):
+        parts = sum(
+            part.copies * round_up(part.count * (1 if part.block else 2), 512) for part in list_parts(model, ranks)
+        )
+        table, copies = 128 * 8 * 2, 2 * 64 * 8 // ranks * 40 * 2
+        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks) == parts + table + copies
+
+
+@pytest.mark.parametrize(
+    ("capability", "ranks", "factor"),
+    [((9, 0), 1, 512 / 300), ((8, 0), 1, 512 * 128 / (300 * 100)), ((8, 0), 2, 512 * 128 / (300 * 50)),
+     ((10, 0), 1, 512 * 128 / (300 * 100))],
+)  # fmt: skip
+def test_experts_in_4_bits_are_padded(capability: tuple[int, int], ranks: int, factor: float) -> None:
+    config = {**LLAMA, "model_type": "gpt_oss", "hidden_size": 300, "intermediate_size": 100, "num_local_experts": 4,
+              "head_dim": 32, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    model = build_served_model(config, "tiny")
+    experts = [part for part in list_parts(model, ranks) if part.block == "experts"]
+    plain = sum(part.copies * round_up(part.count * 2, 512) for part in experts)
+    padded = sum(part.copies * round_up(round(part.count * 17 / 32 * factor), 512) for part in experts)
+    found = count_weight_bytes(model, find_weight_format(model, None), ranks, capability)
+    assert found == count_weight_bytes(model, None, ranks) - plain + padded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", "bfloat16"), ("float16", "float16"), (None, "bfloat16"), ("text", "float16")]
+)
+def test_weights_are_loaded_in_half_precision(dtype: str | None, expected: str) -> None:
+    """By vLLM, which takes bfloat16 for float32."""
+    config = {name: value for name, value in LLAMA.items() if name != "dtype"}
+    if dtype == "text":
+        config |= {"text_config": {"model_type": "llama", "dtype": "float16"}}
+    elif dtype is not None:
+        config["torch_dtype"] = dtype
+    assert build_served_model(config, "tiny").dtype == expected
+
+
 def _compress(bits: int, kind: str) -> dict[str, object]:
     weights = {"num_bits": bits, "type": kind}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
@@ -149,11 +219,30 @@ def _compress(bits: int, kind: str) -> dict[str, object]:
         (_compress(8, "int"), "int8"),
         (_compress(8, "float"), "fp8"),
         (_compress(4, "int"), "gptq"),
+        (_compress(4, "float"), "nvfp4"),
+        (_compress(16, "float"), None),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "none"}, None),
+        ({"bits": 4}, None),
     ],
 )  # fmt: skip
-def test_formats_are_read(entry: dict[str, object], name: str) -> None:
+def test_formats_are_read(entry: dict[str, object], name: str | None) -> None:
     found = find_weight_format(build_served_model({**LLAMA, "quantization_config": entry}, "tiny"), None)
-    assert found is not None and found.name == name
+    assert (None if found is None else found.name) == name
+
+
+# Bits of a weight, and of what a group of weights has together.
+RATES = {
+    "fp8": (8, 0), "fp8-block": (8, 32 / 128**2), "int8": (8, 0), "awq": (4, 20 / 128), "gptq": (4, 20 / 128),
+    "nvfp4": (4, 8 / 16), "mxfp4": (4, 8 / 32), "bitsandbytes": (4, 32 / 64), "gptq8": (8, 24 / 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_bytes_of_a_quantized_weight(name: str) -> None:
+    found = find_weight_format(build_served_model(LLAMA, "tiny"), name)
+    assert found == WeightFormat(name, sum(RATES[name]) / 8)
 
 
 def test_unknown_formats_are_refused() -> None:
