@@ -25,9 +25,11 @@ def quantized(dtype: torch.dtype = torch.qint8) -> torch.Tensor:
     return torch.quantize_per_tensor(floats(), 0.5, 3, dtype)
 
 
-def by_channel(zero_points: torch.dtype = torch.int64) -> torch.Tensor:
-    scales = torch.ones(64, device="cuda")
-    return torch.quantize_per_channel(floats(), scales, torch.zeros_like(scales).to(zero_points), 0, torch.quint8)
+def by_channel(
+    zero_points: torch.dtype = torch.int64, dtype: torch.dtype = torch.quint8, device: str = "cuda"
+) -> torch.Tensor:
+    scales = torch.ones(64, device=device)
+    return torch.quantize_per_channel(floats().to(device), scales, torch.zeros_like(scales).to(zero_points), 0, dtype)
 
 
 def taken(gpu: VirtualGpu, call: Callable[[], Any], *inputs: Any) -> list[int]:
@@ -111,6 +113,15 @@ def test_moving_from_the_host_and_back(gpu: VirtualGpu, elements: int) -> None:
     assert moved.cpu().dequantize().device.type == "cpu"
 
 
+def test_scales_of_channels_move_with_the_tensor(gpu: VirtualGpu) -> None:
+    host = by_channel(device="cpu")
+    before = torch.cuda.memory_allocated()
+    moved = host.cuda()
+    assert torch.cuda.memory_allocated() - before == 6144 + 512 + 512
+    assert moved.q_per_channel_scales().device.type == "cuda"
+    assert moved.cpu().q_per_channel_scales().device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -119,7 +130,12 @@ def test_moving_from_the_host_and_back(gpu: VirtualGpu, elements: int) -> None:
         (lambda q: torch.equal(q, q), NotImplementedError, "'aten::equal' .* 'QuantizedCUDA'"),
         (lambda q: torch.dequantize([q]), NotImplementedError, "'aten::dequantize.tensors' .* 'QuantizedCUDA'"),
         (lambda q: q.float(), RuntimeError, "quantized Tensor to non-quantized Tensor is not allowed"),
-        (lambda q: quantized(torch.quint4x2), NotImplementedError, "affine_cuda\" not implemented for 'QUInt4x2'"),
+        (lambda q: quantized(torch.quint4x2), NotImplementedError, "r_tensor_affine_cuda\" not impl.* 'QUInt4x2'"),
+        (
+            lambda q: by_channel(torch.float32, torch.quint4x2),
+            NotImplementedError,
+            "per_channel_float_qparams_cuda\" not implemented for 'QUInt4x2'",
+        ),
         (
             lambda q: torch.quantize_per_tensor([floats()], torch.ones(1), torch.zeros(1), torch.qint8),
             NotImplementedError,
