@@ -113,6 +113,19 @@ def test_moving_from_the_host_and_back(gpu: VirtualGpu, elements: int) -> None:
     assert moved.cpu().dequantize().device.type == "cpu"
 
 
+@pytest.mark.parametrize("quantize", [
+    lambda x: torch.quantize_per_tensor(x, 0.5, 3, torch.quint8),
+    lambda x: torch.quantize_per_channel(x, *[torch.ones(4, device=x.device)] * 2, 1, torch.quint8),
+    lambda x: torch.quantize_per_channel(x, torch.ones(4, device=x.device), torch.ones(4, device=x.device).long(), 1,
+                                         torch.quint8),
+])  # fmt: skip
+def test_layouts_are_those_of_the_cpu(gpu: VirtualGpu, quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for layout in (torch.channels_last, torch.contiguous_format):
+        host = quantize(torch.randn(2, 4, 6, 6).to(memory_format=layout))
+        data = quantize(torch.randn(2, 4, 6, 6, device="cuda").to(memory_format=layout))
+        assert (data.stride(), data.dequantize().stride()) == (host.stride(), host.dequantize().stride())
+
+
 def test_scales_of_channels_move_with_the_tensor(gpu: VirtualGpu) -> None:
     host = by_channel(device="cpu")
     before = torch.cuda.memory_allocated()
@@ -163,6 +176,17 @@ def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
             found.add(packet)
             assert not find_missing_quantized_kernel(name)
     assert found <= {"empty", "empty_strided"}
+
+
+OF_ALL_DEVICES = (
+    "view as_strided _reshape_alias unfold squeeze unsqueeze qscheme q_scale q_zero_point q_per_channel_scales "
+    "q_per_channel_axis q_per_channel_zero_points empty_quantized empty_like set_ max min"
+)
+
+
+@pytest.mark.parametrize("name", OF_ALL_DEVICES.split())
+def test_operators_that_have_one_function_for_all_devices(name: str) -> None:
+    assert getattr(_aten, name) in quantized_tensors._DEVICE_INDEPENDENT
 
 
 def _here() -> set[str]:
