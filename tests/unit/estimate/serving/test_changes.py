@@ -18,7 +18,7 @@ from memprof.estimate.serving.changes import (
     make_command,
 )
 from memprof.estimate.serving.options import ServingOptions
-from memprof.serving.budget import EngineBudget
+from memprof.serving.budget import CLOSED_FORM, EngineBudget
 from memprof.units import GIB
 
 
@@ -121,7 +121,8 @@ def test_a_change_is_shown_that_has_more_tokens(num_tokens: int, starts: bool, i
     found = EngineBudget(engine="vllm", num_tokens=num_tokens, refusal="" if starts else "no")
     budget = EngineBudget(**ROOMY)
     changes = complete_budget(budget, ServingOptions(), lambda _: found, find_gpu("l4"), VLLM_FLAGS, "m").changes
-    assert [change.num_tokens for change in changes] == [num_tokens] * 2 * is_shown
+    shown = [(change.num_tokens, change.kv_cache_bytes, change.source) for change in changes]
+    assert shown == [(num_tokens, 0, CLOSED_FORM)] * 2 * is_shown
 
 
 def test_at_most_six_changes_and_those_with_most_tokens_first() -> None:
@@ -152,6 +153,13 @@ def serves(is_enough: Callable[[ServingOptions], bool], **options: Any) -> tuple
     budget = EngineBudget(**FULL, quantization="awq", utilization=0.8, max_num_seqs=256, max_num_batched_tokens=8192)
     found = complete_budget(budget, ServingOptions(**options), compute, find_gpu("a100-80gb"), VLLM_FLAGS, "m")
     return found.command, found.least_gpus, [change.flag for change in found.changes]
+
+
+def test_tokens_of_more_gpus_that_start_nothing_are_none() -> None:
+    found = EngineBudget(engine="vllm", concurrency=2.0)
+    budget = EngineBudget(**FULL)
+    changes = complete_budget(budget, ServingOptions(), lambda _: found, find_gpu("l4"), VLLM_FLAGS, "m").changes
+    assert {change.num_tokens for change in changes} == {0}
 
 
 def test_what_starts_with_one_change_else_with_all_that_cost_no_precision_else_on_more_gpus() -> None:

@@ -115,6 +115,17 @@ def test_sglang_refuses_what_it_checks_first(gpu: str, options: dict[str, int], 
     assert message in budget.refusal
 
 
+def test_sglang_runs_on_a_t4() -> None:
+    found = sglang.compute_sglang_budget(
+        load_served_model("qwen3-0.6b"), find_gpu("t4"), ServingOptions(kv_cache_dtype="fp8", tensor_parallel=2)
+    )
+    assert found.starts and (found.engine, found.release, found.model) == ("sglang", "0.5.13", "qwen3-0.6b")
+    assert (found.gpu, found.tensor_parallel, found.dtype) == ("t4", 2, "bfloat16")
+    assert (found.quantization, found.kv_cache_dtype, found.block_size) == (None, "fp8", 1)
+    assert (found.context_length, found.max_num_batched_tokens, found.max_num_seqs) == (40960, 2048, None)
+    assert (found.total_bytes, found.concurrency) == (find_gpu("t4").total_bytes, (found.num_tokens or 0) / 40960)
+
+
 @pytest.mark.parametrize("release", ["banana", "0.3.2", "1.0"])
 def test_other_releases_of_sglang_are_errors(release: str) -> None:
     with pytest.raises(UsageError, match="release of SGLang"):
@@ -187,6 +198,9 @@ def test_llama_cpp_keeps_what_several_requests_have() -> None:
     assert found.command.endswith("--ctx-size 4096 --n-gpu-layers 999 --parallel 4 --flash-attn on "
                                   "--cache-type-k q8_0 --cache-type-v q8_0")  # fmt: skip
     assert (found.concurrency, found.max_num_seqs, found.changes) == (4.0, 4, ())
+    assert (found.engine, found.model, found.gpu) == ("llama.cpp", "llama-3.1-8b", "rtx-4090")
+    assert (found.utilization, found.max_num_batched_tokens, found.requested_concurrency) == (1.0, 512, 4)
+    assert (found.kv_cache_dtype, found.quantization, found.context_length) == ("q4_0", "q4_k_m", 1024)
     layer, room = 32, find_gpu("rtx-4090").total_bytes - round(0.45 * GIB)
     left = room - (found.weights_bytes or 0) - (found.profile_peak_bytes or 0)
     assert found.longest_context == min(int(left // (layer * 2 * 8 * 128 * 18 / 32)), 131072)

@@ -80,7 +80,22 @@ def test_a_budget_by_hand() -> None:
         tokens - margin, tokens, tokens + margin,
     )  # fmt: skip
     assert (budget.concurrency, budget.graph_bytes) == (available // block / 512, None)
+    assert (budget.engine, budget.release, budget.model, budget.gpu) == ("vllm", "0.19.0", "qwen2.5-7b", "rtx-4090")
+    assert (budget.tensor_parallel, budget.dtype, budget.quantization) == (1, "bfloat16", None)
+    assert (budget.kv_cache_dtype, budget.block_size, budget.utilization) == ("auto", 16, 0.9)
+    assert (budget.total_bytes, budget.outside_torch_bytes, budget.profile_peak_reason[:7]) == (
+        24 * GIB,
+        GIB,
+        "sampler",
+    )
     assert budget.longest_context == available // block * 16
+
+
+@pytest.mark.parametrize(
+    ("gpu", "block_size"), [("a100-80gb", 16), ("l40s", 16), ("h100-80gb", 64), ("b200", 64), ("rtx-5090", 16)]
+)
+def test_blocks_of_latent_vectors_are_larger_where_flashmla_runs(gpu: str, block_size: int) -> None:
+    assert compute("deepseek-v2-lite", gpu, context_length=1024).block_size == block_size
 
 
 def test_a_published_log() -> None:
