@@ -166,17 +166,6 @@ def test_a_context_that_was_not_asked_for_is_cut() -> None:
     assert not compute("llama-3.1-8b", "rtx-4090", context_length=(budget.longest_context or 0) + 16).starts
 
 
-def test_concurrency_needs_more() -> None:
-    few, many = (complete("qwen2.5-7b", "rtx-4090", context_length=8192, concurrency=n) for n in (8, 40))
-    assert (few.least_gpus, many.least_gpus) == (1, 2)
-    assert "--tensor-parallel-size 2" in many.command
-
-
-def test_what_no_number_of_gpus_starts_has_no_command() -> None:
-    budget = complete("deepseek-v3", "rtx-4090", context_length=131072, concurrency=10_000)
-    assert (budget.command, budget.least_gpus) == ("", None)
-
-
 def test_documents_go_to_json_and_back() -> None:
     budget = complete("qwen2.5-7b", "rtx-4090", context_length=8192)
     assert EngineBudget.from_json(budget.to_json()) == budget
