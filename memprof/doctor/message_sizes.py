@@ -17,7 +17,7 @@ from memprof.doctor.diagnosis import MessageSizes, PrintedSize
 from memprof.units import GIB, KIB, MIB, TIB, format_bytes
 
 # torch means powers of 1,024 by GB too, which its MPS allocator printed in earlier releases.
-_UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_UNITS = {"bytes": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|[KMGT](?:i?B)?)\b"  # XLA prints 1.50G
 _MAX_SIZE = 1 << 60  # NVML reports unknown sizes as the largest integer.
 
@@ -31,8 +31,6 @@ def read_size(number: str, unit: str, *, decimal: bool = False) -> PrintedSize:
     if decimal:
         factor = 10 ** (3 * "bkmgt".index(unit[0].lower()))
     value = Decimal(number)
-    if factor == 1:
-        return PrintedSize(f"{number} {unit}", int(value), int(value), int(value))
     unit = f"{unit}iB" if len(unit) == 1 else unit
     exponent = value.as_tuple().exponent
     half_digit = Decimal(5) * Decimal(10) ** ((exponent if isinstance(exponent, int) else 0) - 1)

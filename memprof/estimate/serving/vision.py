@@ -70,7 +70,8 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
     vision, kind = config.get("vision_config"), str(config.get("model_type"))
     if not isinstance(vision, Mapping) or not vision:
         return None
-    hidden = vision.get("hidden_size") or vision.get("embed_dim") or 0
+    # In Qwen2-VL's, hidden_size is the decoder's width (transformers, Qwen2VLVisionConfig).
+    hidden = vision.get("embed_dim") or vision.get("hidden_size") or 0
     layers = vision.get("num_hidden_layers") or vision.get("depth") or 0
     width, patch = vision.get("intermediate_size") or 4 * hidden, vision.get("patch_size") or 14
     if not hidden or not layers:
@@ -86,7 +87,7 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
         size = vision.get("image_size") or 336
         patches, tiles = (size // patch) ** 2, 1 + _LLAVA_TILES
         per_layer = attention + 2 * hidden * width + 9 * hidden + width
-        rest = (3 * patch**2 + patches + 3) * hidden + (hidden + decoder_hidden) * decoder_hidden
+        rest = (3 * patch**2 + patches + 3) * hidden + (hidden + decoder_hidden + 3) * decoder_hidden
         tokens, pixels = tiles * patches, tiles * 3 * size**2
         return ImageEncoder(hidden, width, layers, tiles * patches, tokens, pixels, layers * per_layer + rest)
     if kind == "mistral3":  # Pixtral, with a projector that merges 2 x 2 patches
@@ -98,12 +99,16 @@ def read_image_encoder(config: Mapping[str, Any], decoder_hidden: int) -> ImageE
         tokens = merged * (merged + 1)
         return ImageEncoder(hidden, width, layers, side**2, tokens, 3 * size**2, layers * per_layer + rest, True)
     if kind in _QWEN_TYPES:
-        is_gated = kind == "qwen2_5_vl"
-        per_layer = attention + 4 * hidden + (3 if is_gated else 2) * hidden * width + 2 * width + 5 * hidden
+        is_gated = kind == "qwen2_5_vl"  # its norms have no bias
+        mlp = 3 * hidden * width + 2 * width if is_gated else 2 * hidden * width + width + 2 * hidden
+        per_layer = attention + mlp + 7 * hidden
         values = 3 * 2 * patch**2  # Of a patch in two frames.
         merger = 16 * hidden**2 + 4 * hidden * (1 + decoder_hidden) + decoder_hidden
+        # Qwen3-VL's decoder takes results of some layers, too, each through a merger with a wider norm.
+        num_deep = len(vision.get("deepstack_visual_indexes") or ())
         positions = (vision.get("num_position_embeddings") or 0) * hidden
-        count = layers * per_layer + values * hidden + merger + positions
+        rest = positions + hidden * (values + (1 if is_gated else 2) + (1 if positions else 0))  # the patches' bias
+        count = layers * per_layer + rest + merger + num_deep * (merger + 8 * hidden)
         patches = 4 * _QWEN_MAX_TOKENS
         frames = _QWEN2_FRAME_PAIRS if kind in ("qwen2_vl", "qwen2_5_vl") else 1
         return ImageEncoder(

@@ -155,6 +155,20 @@ def test_an_error_of_cuda_has_no_figures_so_others_may_have_the_gpu() -> None:
             "print(model.hf_device_map)", "memprof profile --model MODEL --quantize nf4 --mode inference",
             'device_map="auto", llm_int8_enable_fp32_cpu_offload=True', "memprof gpus --present",
         ]),
+        (Cause.LIBRARY_HANDLE, "cuBLAS", [
+            "torch.cuda.set_per_process_memory_fraction(0.95)", "CUDA_LAUNCH_BLOCKING=1 python train.py",
+            "memprof doctor --env", "memprof profile --model MODEL --fix auto",
+        ]),
+        (Cause.MEMORY_LIMIT, "torch", [
+            "torch.cuda.set_per_process_memory_fraction(1.0)", "memprof profile --model MODEL",
+        ]),
+        (Cause.OTHER_PROCESSES, "torch", [
+            NVIDIA_SMI, "kill PID", "CUDA_VISIBLE_DEVICES=1 python ...", "memprof profile --model MODEL",
+        ]),
+        (Cause.FREE_REFUSED, "torch", [
+            "memprof monitor -- python train.py", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "memprof doctor --env",
+        ]),
         (Cause.HOST_MEMORY, "torch", ["", "memprof doctor --env", "DataLoader(..., pin_memory=False)"]),
         (Cause.SHARED_MEMORY, "torch", [
             "df -h /dev/shm", "docker run --shm-size=16g ...  # or --ipc=host",

@@ -11,6 +11,7 @@ import pytest
 from memprof.allocator import OomReport, parse_release
 from memprof.doctor import Cause, Diagnosis, ReportedRun, diagnose
 from memprof.doctor.dimensions import find_dimensions, find_model_name, get_dimensions
+from memprof.doctor.doctor import _CAUSES_WITHOUT_TENSOR, _SOURCES_WITHOUT_TENSOR
 from memprof.doctor.tensors import TensorQuery, find_candidates
 from memprof.errors import UsageError
 from memprof.fixes.catalog import FIXES
@@ -23,6 +24,13 @@ LOGITS = 131072 * 151936 * 2
 def diagnoses(text: str | bytes, **known: object) -> list[Diagnosis]:
     data = text if isinstance(text, bytes) else text.encode()
     return diagnose(io.BytesIO(data), "log", ReportedRun(**known))
+
+
+def test_the_sizes_of_some_errors_are_not_those_of_a_tensor():
+    engines = (Cause.ENGINE_BUDGET, Cause.ENGINE_BATCH, Cause.KV_CACHE, Cause.WEIGHTS)
+    others = (Cause.HOST_KILLED, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
+    assert {*engines, *others} <= _CAUSES_WITHOUT_TENSOR
+    assert {"ggml", "XLA", "TensorFlow", "TensorRT-LLM"} <= _SOURCES_WITHOUT_TENSOR
 
 
 def report(find_request_range: int = LOGITS, **changes: int) -> OomReport:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memprof.doctor.diagnosis import Cause, EngineFigures, MessageSizes, PrintedSize
-from memprof.doctor.engines import ENGINES, Engine, EngineError, Stage, find_engine
+from memprof.doctor.engines import ENGINE_SIGNATURES, ENGINES, Engine, EngineError, Stage, find_engine
 from memprof.doctor.engines.engine import find_integer, find_number
 from memprof.doctor.engines.llama_cpp import LLAMA_CPP, OLLAMA, read_cuda_sizes
 from memprof.doctor.engines.sglang import SGLANG, read_host_sizes
@@ -260,6 +260,24 @@ def test_figures_of_sglang() -> None:
     assert found.missing is not None and found.missing.num_bytes == 746 * 10**8
     found = SGLANG.read_figures(f"{exceeds(9)} Try to allocate 48 tokens", "mem_fraction_static=0.5")
     assert found == EngineFigures(length=9, fitting_length=2000, batch=48, fraction=0.5)
+
+
+CAUSES = {
+    Cause.ENGINE_BUDGET: "vllm-budget",
+    Cause.KV_CACHE: "vllm-no-cache vllm-cache sglang-cache sglang-state sglang-tokens sglang-length tgi-total",
+    Cause.ENGINE_BATCH: "vllm-warm-up sglang-graphs tgi-prefill",
+    Cause.HOST_MEMORY: "sglang-host ollama-host ggml-host tensorflow-host",
+    Cause.DEVICE_MEMORY: "tensorrt-executor tensorrt-runtime ggml ggml-cuda ggml-buffer ggml-weights xla",
+}
+FIRST = "tgi-prefill tgi-total tensorrt-executor tensorrt-runtime ggml ggml-cuda"  # before others of their log
+
+
+def test_an_engine_says_the_cause_in_its_message() -> None:
+    made = {one.name: one for one in ENGINE_SIGNATURES}
+    for cause, names in CAUSES.items():
+        assert {made[name].cause for name in names.split()} == {cause}
+    assert {name for name, one in made.items() if one.priority == 0} >= set(FIRST.split())
+    assert {name for name, one in made.items() if one.priority == 2} == {"sglang-length"}
 
 
 # -- TGI ---------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,118 @@ def read(log: str) -> EngineBudget:
     return found
 
 
+CACHE = "Available KV cache memory: 2.00 GiB\n"
+CACHED = f"{CACHE}KV cache size: 9 tokens\n"
+POOL = "Load weight end. type=X, avail mem=9 GB, mem usage=1.0 GB\n#tokens: 80, KV size: 2.0 GB\n"
+BUFFERS = "CUDA0 model buffer size = 1.00 MiB\nCUDA0 KV buffer size = 2.00 MiB\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "line", "field", "value"),
+    [
+        *(
+            (CACHE, line, "weights_bytes", GIB)
+            for line in ("Model loading took 1.00 GiB", "Loading model weights took 1.00GB",
+                         "Actual usage is 1.00 GiB for weight", "model weights take 1.00GiB")
+        ),
+        *(
+            (CACHED, line, "profile_peak_bytes", GIB)
+            for line in ("torch peak memory increase: 1.00GiB", "1.00 GiB for peak activation",
+                         "activation peak memory takes 1.00GiB")
+        ),
+        *(
+            (CACHED, line, "outside_torch_bytes", GIB)
+            for line in ("non-torch forward increase memory: 1.00GiB", "1.00 GiB for non-torch memory",
+                         "non_torch_memory takes 1.00GiB")
+        ),
+        ("# GPU blocks: 9\n", "the rest of the memory reserved for KV Cache is 1.00GiB", "kv_cache_bytes", GIB),
+        *(
+            (CACHED, line, "total_bytes", GIB)
+            for line in ("Free memory on device cuda:0 (-0.50/1.00 GiB)", "total_gpu_memory (1.00GiB)",
+                         "a total capacity of 1.00 GiB")
+        ),
+        (CACHED, "Estimated CUDA graph memory: 1.00 GiB total", "graph_bytes", GIB),
+        *(
+            (CACHED, line, "graph_taken_bytes", GIB)
+            for line in ("Graph capturing finished in 1 sec, took 1.00 GiB", "and 1.00 GiB for CUDAGraph memory")
+        ),
+        (CACHE, "# cuda blocks: 1,024", "num_tokens", 16384),
+        (CACHE, "KV cache size: 9 tokens\nnum_gpu_blocks is: 12", "num_blocks", 12),
+        (CACHE, "Maximum concurrency for 1,000 tokens per request: 2.5x", "num_tokens", 2500),
+        *(
+            (CACHED, line, "context_length", 1000)
+            for line in ("concurrency for 1,000 tokens", "max_seq_len=1000", "'max_model_len': 1000")
+        ),
+        (CACHED, "'tensor_parallel_size': 4", "tensor_parallel", 4),
+        (CACHED, "max_num_seqs=4", "max_num_seqs", 4),
+        (CACHED, "max_num_batched_tokens=4", "max_num_batched_tokens", 4),
+        *(
+            (CACHED, line, "utilization", 0.5)
+            for line in ("Desired GPU memory utilization is (0.5, 8", "desired GPU memory utilization (0.5, 8 GiB)",
+                         "gpu_memory_utilization=0.5", "gpu_memory_utilization (0.5)", "Requested memory: 0.5 (util)")
+        ),
+        *(
+            (CACHED, line, "release", "0.9.1")
+            for line in ("LLM engine (v0.9.1)", "vllm==0.9.1")
+        ),
+        (CACHED, "'model_tag': 'a/b'", "model", "a/b"),
+        (CACHED, "'model': 'a/b'", "model", "a/b"),
+        (CACHED, "dtype=torch.half", "dtype", "half"),
+        (CACHED, "quantization=awq", "quantization", "awq"),
+        (CACHED, "quantization=None", "quantization", None),
+        (CACHED, "kv_cache_dtype=fp8", "kv_cache_dtype", "fp8"),
+        (POOL, "total capacity of 1.00 GiB", "total_bytes", GIB),
+        (POOL, "Capture cuda graph end. 3 s. mem usage=1.00 GB", "graph_taken_bytes", GIB),
+        (POOL, "context_len=40", "concurrency", 2.0),
+        (POOL, "context_length=40", "context_length", 40),
+        (POOL, "tp_size=4", "tensor_parallel", 4),
+        (POOL, "max_running_requests=4", "max_num_seqs", 4),
+        (POOL, "chunked_prefill_size=4", "max_num_batched_tokens", 4),
+        (POOL, "Load weight end. dtype=torch.half", "dtype", "half"),
+        (POOL, "quantization='awq'", "quantization", "awq"),
+        (POOL, "Using KV cache dtype: torch.float8_e4m3fn", "kv_cache_dtype", "float8_e4m3fn"),
+        ("Load weight end. mem usage=1.0 GB\n", "max_total_num_tokens=80", "num_tokens", 80),
+        *((BUFFERS, f"{name}0 compute buffer size = 3.00 MiB", "profile_peak_bytes", 3 * MIB)
+          for name in ("CUDA", "ROCm", "Vulkan", "SYCL", "MTL", "Metal")),
+        (BUFFERS, "n_seq_max = 4", "max_num_seqs", 4),
+        (BUFFERS, "n_ctx = 4,096", "context_length", 4096),
+        (BUFFERS, "general.name str = A B ", "model", "A B"),
+        (BUFFERS, "loading model 'a.gguf'", "model", "a.gguf"),
+    ],
+)  # fmt: skip
+def test_a_line_has_a_field(rest: str, line: str, field: str, value: object) -> None:
+    assert getattr(read(f"{rest}{line}\n"), field) == value
+
+
+@pytest.mark.parametrize(
+    ("cache", "utilization", "changes"),
+    [
+        ("10.00", "0.94", [("0.95", 10 * GIB + int((0.95 - 0.94) * 100 * GIB))]),
+        ("10.00", "0.95", []),
+        ("-1.00", "0.50", [("0.52", -GIB + int((0.52 - 0.5) * 100 * GIB))]),  # one hundredth more than is missing
+        ("-1.50", "0.50", [("0.53", int(-1.5 * GIB) + int((0.53 - 0.5) * 100 * GIB))]),
+        ("-1.00", "0.96", [("0.98", -GIB + int((0.98 - 0.96) * 100 * GIB))]),
+        ("-2.00", "0.96", []),
+    ],
+)
+def test_a_larger_fraction_for_more_cache(cache: str, utilization: str, changes: list[tuple[str, int]]) -> None:
+    log = f"Model loading took 9 GiB\nAvailable KV cache memory: {cache} GiB\ntotal capacity of 100.00 GiB\n"
+    found = read(f"{log}gpu_memory_utilization={utilization}\n").changes
+    assert [(one.flag, one.kv_cache_bytes) for one in found] == [
+        (f"--gpu-memory-utilization {fraction}", size) for fraction, size in changes
+    ]
+
+
+@pytest.mark.parametrize(("taken", "gained_mib"), [(800, None), (799, 201), (-5, 1000)])
+def test_graphs_that_took_200_mib_less_than_was_kept(taken: int, gained_mib: int | None) -> None:
+    log = f"{CACHE}KV cache size: 1000 tokens\nEstimated CUDA graph memory: {1000 / 1024} GiB total\n"
+    found = read(f"{log}{taken / 1024} GiB for CUDAGraph memory\n").changes
+    size = 2 * GIB + (gained_mib or 0) * MIB
+    assert [(one.kv_cache_bytes, one.num_tokens) for one in found] == [(size, size * 1000 // (2 * GIB))] * (
+        gained_mib is not None
+    )
+
+
 def test_a_start_of_vllm() -> None:
     budget = read(VLLM)
     assert (budget.release, budget.model, budget.num_tokens) == ("0.19.0", "meta-llama/Llama-3.1-8B-Instruct", 476_000)
@@ -82,13 +194,6 @@ def test_newer_releases_print_weights_and_the_rest_together() -> None:
     assert budget.profile_peak_bytes == int(2.17 * GIB) - int(0.30 * GIB)  # The estimated graphs are in it.
     assert [change.flag for change in budget.changes] == ["--gpu-memory-utilization 0.95"]
     assert budget.changes[0].kv_cache_bytes == int(9.10 * GIB) + int((0.95 - 0.92) * int(22.03 * GIB))
-
-
-def test_graphs_that_took_less_than_was_kept() -> None:
-    budget = read(NEWER.replace("0.30 GiB total", "1.30 GiB total"))
-    flag = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0"
-    change = next(change for change in budget.changes if change.flag == flag)
-    assert change.kv_cache_bytes == int(9.10 * GIB) + int(1.30 * GIB) - int(0.24 * GIB)
 
 
 def test_the_engine_before_v1() -> None:

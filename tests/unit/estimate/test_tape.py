@@ -98,3 +98,16 @@ def test_autocast_makes_a_gradient_in_half_precision_first():
         tape.run_backward(y)
         peaks.append(tape.peak)
     assert peaks[1] - peaks[0] == 500
+
+
+def test_a_custom_function_keeps_what_has_a_gradient_and_counts_it_once():
+    """Of a layer's input, which is counted elsewhere, and of what has no gradient nothing; of a view the whole."""
+    tape = Tape(tokens=10, training=True)
+    x = tape.add_input(8, 2, needs_grad=True, name="x")
+    for tensor in (x, tape.record([tape.add_input(8, 2, needs_grad=False, name="y")], 8, 2)):
+        tape.keep(tensor)
+    assert tape.kept_bytes == 0
+    whole = tape.record([x], 12, 2)
+    for tensor in (whole, tape.view(whole, 4, "part")):
+        tape.keep(tensor)
+    assert tape.kept_bytes == 10 * 12 * 2

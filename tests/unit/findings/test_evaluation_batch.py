@@ -68,13 +68,19 @@ def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_told"), [((8, 3, 256, 256), True), ((8, 1, 256, 256), False), ((8, 3, 65536), False)]
+    ("shape", "usual", "is_told"),
+    [
+        ((8, 3, 256, 256), (8, 3, 128, 128), True),
+        ((8, 1, 256, 256), (8, 3, 128, 128), False),
+        ((8, 3, 65536), (8, 3, 128, 128), False),
+        ((8, 3, 65536), (8, 3, 16384), False),  # no images
+    ],
 )
-def test_images_that_training_crops(shape: tuple[int, ...], *, is_told: bool) -> None:
+def test_images_that_training_crops(shape: tuple[int, ...], usual: tuple[int, ...], *, is_told: bool) -> None:
     """Those of the evaluation are four times as large, of equally many channels."""
     b = TraceBuilder()
     for step in (1, 2, 3):
-        batch = b.new(8, 3, 128, 128, op="aten._to_copy", owner=(Role.INPUT, ""))
+        batch = b.new(*usual, op="aten._to_copy", owner=(Role.INPUT, ""))
         b.phase(PhaseKind.FORWARD, step)
         hidden = b.alloc(20 * MIB)
         b.phase(PhaseKind.BACKWARD, step)

@@ -6,9 +6,12 @@ import pytest
 
 from memprof.device.catalog import find_gpu
 from memprof.estimate.serving.lookup import load_served_model
-from memprof.estimate.serving.profile import ProfilePeak, ProfileSettings, compute_profile_peak
+from memprof.estimate.serving.model import build_served_model
+from memprof.estimate.serving.profile import ProfilePeak, ProfileSettings, _list_moments, compute_profile_peak
+from memprof.estimate.serving.weights import WeightFormat
 from memprof.serving.releases import read_vllm_rules
 from memprof.units import GIB, MIB
+from tests.unit.estimate.serving.test_weights import LATENT, LLAMA, NEMOTRON
 
 
 def peak(
@@ -89,3 +92,63 @@ def test_a_video_has_as_many_frames_as_the_context(context_length: int, pairs: i
 def test_a_processor_that_bounds_a_video_has_none_larger_than_an_image() -> None:
     encoder = load_served_model("Qwen/Qwen3.5-4B").images
     assert encoder is not None and encoder.widen_to_video(10**6) == encoder
+
+
+STATES = 4 * 1000 * 48 * 2  # of 1,000 tokens, 48 wide
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "release", "ranks", "moments"),
+    [
+        # Attention and experts: three products of the MLP of 96, and the experts' workspaces, whose second is kept.
+        (
+            NEMOTRON | {"hybrid_override_pattern": "M*-M"}, "0.19.0", 1,
+            {"MLP of 1,000 tokens x 288": 1000 * 288 * 2 + STATES,
+             "2 experts": 3 * 1000 * 40 * 2 + STATES,
+             "linear attention": 3 * 1000 * (96 + 32) * 2 + STATES},
+        ),
+        # Before 0.13 workspaces come and go: outputs of 48 or 20 columns, and half of the latter.
+        (
+            NEMOTRON | {"hybrid_override_pattern": "M*EE"}, "0.11.0", 2,
+            {"MLP of 1,000 tokens x 144": 1000 * 144 * 2 + STATES,
+             "2 experts": 2000 * (48 + 10 // 2) * 2 + 3 * 1000 * 40 // 2 * 2 + STATES,
+             "linear attention": 3 * 1000 * (96 + 32) // 2 * 2 + STATES},
+        ),
+        # Every layer has experts of 512, gated.
+        (
+            MIXTRAL, "0.11.0", 1,
+            {"2 experts": 2000 * (1024 + 512) * 2 + 4 * 1000 * 256 * 2},
+        ),
+        (MIXTRAL, "0.19.0", 1, {"2 experts": 4 * 1000 * 256 * 2}),
+        # Eight times the context of 100, at least 256 for each of 10 requests, decompressed to 8 heads of 16 + 24.
+        (
+            LATENT, "0.19.0", 2,
+            {"MLP of 1,000 tokens x 768": 1000 * 768 * 2 + 4 * 1000 * 256 * 2,
+             "keys and values of 2,560": 2560 * 4 * 40 * 2 + 4 * 1000 * 256 * 2},
+        ),
+    ],
+)  # fmt: skip
+def test_moments_by_hand(config: dict[str, object], release: str, ranks: int, moments: dict[str, int]) -> None:
+    settings = ProfileSettings(read_vllm_rules(release), find_gpu("a100-80gb"), ranks, 10, 1000, 100)
+    _, *found = _list_moments(build_served_model(config, "tiny"), settings)
+    assert [num_bytes for num_bytes, _ in found] == list(moments.values())
+    assert all(reason.startswith(words) for words, (_, reason) in zip(moments, found, strict=True))
+
+
+@pytest.mark.parametrize(("length", "seqs", "rows"), [(400, 10, 3200), (100, 10, 2560), (10_000, 10, 65536)])
+def test_rows_of_latent_attention_that_are_decompressed(length: int, seqs: int, rows: int) -> None:
+    settings = ProfileSettings(read_vllm_rules("0.19.0"), find_gpu("a100-80gb"), 1, seqs, 1000, length)
+    *_, (num_bytes, reason) = _list_moments(build_served_model(LATENT, "tiny"), settings)
+    assert num_bytes == rows * 8 * 40 * 2 + 4 * 1000 * 256 * 2 and f"{rows:,} tokens" in reason
+
+
+def test_eager_mode_keeps_fewer_states_and_8_bits_the_activations() -> None:
+    model, rules = build_served_model(LLAMA, "tiny"), read_vllm_rules("0.19.0")
+    eager = ProfileSettings(rules, find_gpu("a100-80gb"), 1, 10, 1000, 100, is_eager=True)
+    _, (num_bytes, _) = _list_moments(model, eager)
+    assert num_bytes == 1000 * 3 * 512 * 2 + 2 * 1000 * 256 * 2
+    for name in ("fp8", "fp8-block", "int8", "awq"):
+        quantized = ProfileSettings(rules, find_gpu("a100-80gb"), 1, 10, 1000, 100, WeightFormat(name, 1.0))
+        _, (num_bytes, _) = _list_moments(model, quantized)
+        assert num_bytes == 1000 * 3 * 512 * 2 + (name != "awq") * 1000 * 512 + 4 * 1000 * 256 * 2

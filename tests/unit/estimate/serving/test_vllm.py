@@ -10,6 +10,7 @@ from memprof.device.catalog import find_gpu
 from memprof.errors import UsageError
 from memprof.estimate.serving.changes import VLLM_FLAGS, complete_budget
 from memprof.estimate.serving.lookup import load_served_model
+from memprof.estimate.serving.lora import count_lora_bytes
 from memprof.estimate.serving.options import ServingOptions
 from memprof.estimate.serving.vllm import compute_vllm_budget
 from memprof.flows.recommend.engine import recommend_engine
@@ -39,6 +40,64 @@ def test_the_cache_is_what_the_others_leave() -> None:
     assert (budget.num_tokens_low or 0) < budget.num_tokens < (budget.num_tokens_high or 0)
 
 
+def test_slots_of_adapters_are_among_the_weights() -> None:
+    plain = compute("qwen2.5-7b", "rtx-4090", context_length=8192)
+    for rank, options in ((16, {}), (8, {"max_lora_rank": 8})):
+        budget = compute("qwen2.5-7b", "rtx-4090", context_length=8192, max_loras=2, **options)
+        slots = count_lora_bytes(load_served_model("qwen2.5-7b"), 2, rank, 1)
+        assert (budget.weights_bytes or 0) - (plain.weights_bytes or 0) == slots
+        assert f"{slots / GIB:.2f} GiB of the weights are slots" in budget.assumptions[-2]
+        assert (budget.graph_bytes or 0) > (plain.graph_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        ({"context_length": 8192}, (256, 2048, 8192)),
+        ({"context_length": 4}, (256, 1024, 4)),  # no more tokens than all requests have
+        ({"context_length": 4, "max_num_batched_tokens": 100}, (100, 100, 4)),
+        ({"context_length": 4, "max_num_seqs": 8}, (8, 32, 4)),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, (8, 4, 131072)),
+        ({}, (256, 2048, 131072)),
+    ],
+)
+def test_limits_of_a_step(options: dict[str, int], limits: tuple[int, int, int]) -> None:
+    budget = compute("qwen2.5-7b", "rtx-4090", **options)
+    assert (budget.max_num_seqs, budget.max_num_batched_tokens, budget.context_length) == limits
+
+
+def test_a_budget_by_hand() -> None:
+    budget = compute(
+        "qwen2.5-7b", "rtx-4090", context_length=8192, total_bytes=24 * GIB, outside_torch_bytes=GIB, is_eager=True,
+        utilization=0.9, release="0.19.0",
+    )  # fmt: skip
+    available = int(24 * GIB * 0.9) - (budget.weights_bytes or 0) - GIB - (budget.profile_peak_bytes or 0)
+    block = 28 * 2 * 16 * 4 * 128 * 2
+    assert (budget.kv_cache_bytes, budget.num_blocks) == (available, available // block)
+    tokens = int(available // block / 512 * 8192)
+    margin = round(0.06 * tokens) + round(0.15 * GIB / (block / 16))
+    assert (budget.num_tokens_low, budget.num_tokens, budget.num_tokens_high) == (
+        tokens - margin, tokens, tokens + margin,
+    )  # fmt: skip
+    assert (budget.concurrency, budget.graph_bytes) == (available // block / 512, None)
+    assert (budget.engine, budget.release, budget.model, budget.gpu) == ("vllm", "0.19.0", "qwen2.5-7b", "rtx-4090")
+    assert (budget.tensor_parallel, budget.dtype, budget.quantization) == (1, "bfloat16", None)
+    assert (budget.kv_cache_dtype, budget.block_size, budget.utilization) == ("auto", 16, 0.9)
+    assert (budget.total_bytes, budget.outside_torch_bytes, budget.profile_peak_reason[:7]) == (
+        24 * GIB,
+        GIB,
+        "sampler",
+    )
+    assert budget.longest_context == available // block * 16
+
+
+@pytest.mark.parametrize(
+    ("gpu", "block_size"), [("a100-80gb", 16), ("l40s", 16), ("h100-80gb", 64), ("b200", 64), ("rtx-5090", 16)]
+)
+def test_blocks_of_latent_vectors_are_larger_where_flashmla_runs(gpu: str, block_size: int) -> None:
+    assert compute("deepseek-v2-lite", gpu, context_length=1024).block_size == block_size
+
+
 def test_a_published_log() -> None:
     total = int(79.19 * GIB)
     budget = compute(
@@ -46,10 +105,6 @@ def test_a_published_log() -> None:
     )
     assert (budget.num_tokens, budget.num_blocks) == (pytest.approx(476_000, rel=1e-3), pytest.approx(29_751, rel=1e-3))
     assert budget.graph_bytes is None  # 0.19 only announces that it will subtract them.
-
-
-def test_eager_mode_has_no_graphs() -> None:
-    assert compute("qwen3-8b", "l40s", is_eager=True).graph_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -109,27 +164,6 @@ def test_a_context_that_was_not_asked_for_is_cut() -> None:
     assert budget.command == f"vllm serve meta-llama/Llama-3.1-8B --max-model-len {budget.longest_context}"
     assert compute("llama-3.1-8b", "rtx-4090", context_length=budget.longest_context).starts
     assert not compute("llama-3.1-8b", "rtx-4090", context_length=(budget.longest_context or 0) + 16).starts
-
-
-def test_concurrency_needs_more() -> None:
-    few, many = (complete("qwen2.5-7b", "rtx-4090", context_length=8192, concurrency=n) for n in (8, 40))
-    assert (few.least_gpus, many.least_gpus) == (1, 2)
-    assert "--tensor-parallel-size 2" in many.command
-
-
-def test_what_no_number_of_gpus_starts_has_no_command() -> None:
-    budget = complete("deepseek-v3", "rtx-4090", context_length=131072, concurrency=10_000)
-    assert (budget.command, budget.least_gpus) == ("", None)
-
-
-def test_gpus_that_do_not_divide_the_heads() -> None:
-    with pytest.raises(UsageError, match="28 attention heads"):
-        compute("qwen2.5-7b", "rtx-4090", tensor_parallel=8)
-
-
-def test_fp8_needs_a_gpu_that_has_it() -> None:
-    flags = {change.flag for change in complete("qwen2.5-7b", "a100-80gb", context_length=8192).changes}
-    assert not any("fp8" in flag for flag in flags)
 
 
 def test_documents_go_to_json_and_back() -> None:

@@ -11,6 +11,7 @@ from memprof.estimate.serving.lookup import load_served_model
 from memprof.estimate.serving.model import build_served_model
 from memprof.estimate.serving.weights import (
     WeightFormat,
+    _count_rotary_bytes,
     count_weight_bytes,
     find_weight_format,
     list_parts,
@@ -42,6 +43,44 @@ def test_counts_are_those_of_the_catalog(key: str) -> None:
     buffers = math.prod(SCORE_BIASES.get(key, (0,)))
     count = sum(part.count * part.copies for part in list_parts(model))
     assert count - padding - buffers == find_model(key).num_parameters
+
+
+SMALL = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 128, "max_position_embeddings": 128,
+}  # fmt: skip
+GEMMA_4 = {
+    **SMALL, "model_type": "gemma4_text", "global_head_dim": 24,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+}  # fmt: skip
+NEMOTRON = {
+    **SMALL, "model_type": "nemotron_h", "tie_word_embeddings": False, "num_hidden_layers": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "n_routed_experts": 4,
+    "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (NEMOTRON | {"hybrid_override_pattern": "M*-M"}, 45_448),
+        (NEMOTRON | {"hybrid_override_pattern": "ME*E"}, 51_260),
+        (
+            GEMMA_4 | {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 20,
+                       "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            210_312 + 6,
+        ),
+        # vLLM also loads the keys and values of the two layers that share those of others, with their norms.
+        (
+            GEMMA_4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8,
+                       "vocab_size_per_layer_input": 64},
+            176_756 + 6 - 8 + 4 * 48 * (12 + 24) + (12 + 24),
+        ),
+    ],
+)  # fmt: skip
+def test_counts_of_layers_of_several_kinds(config: dict[str, object], count: int) -> None:
+    """As transformers 5.23 makes the model; of Gemma 4 with a scalar of each layer, and without one norm of 8."""
+    assert sum(part.count * part.copies for part in list_parts(build_served_model(config, "tiny"))) == count
 
 
 def test_ranks_divide_matrices_and_repeat_keys() -> None:
@@ -93,6 +132,75 @@ def test_linear_scaling_makes_the_rotary_table_longer() -> None:
     assert difference == 7 * 131072 * 256 * 2
 
 
+GEMMA_3 = {**SMALL, "model_type": "gemma3_text", "max_position_embeddings": 128}
+LATENT = {
+    **LLAMA, "model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "elements"),
+    [
+        (LLAMA, 128 * 32),
+        (LLAMA | {"partial_rotary_factor": 0.5}, 128 * 16),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.25}}, 128 * 8),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}, 256 * 32),  # so many positions
+        (LATENT, 128 * 8),
+        (LLAMA | {"model_type": "gpt_neox", "rotary_pct": 0.25}, 128 * 8),
+        (LLAMA | {"model_type": "phi", "partial_rotary_factor": 0.25}, 128 * 8),
+        (LLAMA | {"model_type": "opt", "ffn_dim": 512, "word_embed_proj_dim": 256}, 0),  # learned positions
+        (NEMOTRON | {"hybrid_override_pattern": "M*-M"}, 0),
+        (GEMMA_3, 2 * 128 * 12),
+        (GEMMA_3 | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 9 * 128 * 12),
+        (GEMMA_3 | {"rope_parameters": {"full_attention": {"rope_type": "default", "factor": 8.0}}}, 2 * 128 * 12),
+        (GEMMA_4, 128 * (12 + 24)),
+    ],
+)
+def test_tables_of_cosines_and_sines(config: dict[str, object], elements: int) -> None:
+    assert _count_rotary_bytes(build_served_model(config, "tiny"), 2) == elements * 2
+
+
+def test_quantized_latent_attention_keeps_copies_that_are_not() -> None:
+    """Of the matrix from 64 elements to the 8 heads' 16 + 24, in each of two layers; a rank has half of it."""
+    model = build_served_model(LATENT, "tiny")
+    for ranks in (1, 2):
+        parts = sum(
+            part.copies * round_up(part.count * (1 if part.block else 2), 512) for part in list_parts(model, ranks)
+        )
+        table, copies = 128 * 8 * 2, 2 * 64 * 8 // ranks * 40 * 2
+        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks) == parts + table + copies
+
+
+@pytest.mark.parametrize(
+    ("capability", "ranks", "factor"),
+    [((9, 0), 1, 512 / 300), ((8, 0), 1, 512 * 128 / (300 * 100)), ((8, 0), 2, 512 * 128 / (300 * 50)),
+     ((10, 0), 1, 512 * 128 / (300 * 100))],
+)  # fmt: skip
+def test_experts_in_4_bits_are_padded(capability: tuple[int, int], ranks: int, factor: float) -> None:
+    config = {**LLAMA, "model_type": "gpt_oss", "hidden_size": 300, "intermediate_size": 100, "num_local_experts": 4,
+              "head_dim": 32, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    model = build_served_model(config, "tiny")
+    experts = [part for part in list_parts(model, ranks) if part.block == "experts"]
+    plain = sum(part.copies * round_up(part.count * 2, 512) for part in experts)
+    padded = sum(part.copies * round_up(round(part.count * 17 / 32 * factor), 512) for part in experts)
+    found = count_weight_bytes(model, find_weight_format(model, None), ranks, capability)
+    assert found == count_weight_bytes(model, None, ranks) - plain + padded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", "bfloat16"), ("float16", "float16"), (None, "bfloat16"), ("text", "float16")]
+)
+def test_weights_are_loaded_in_half_precision(dtype: str | None, expected: str) -> None:
+    """By vLLM, which takes bfloat16 for float32."""
+    config = {name: value for name, value in LLAMA.items() if name != "dtype"}
+    if dtype == "text":
+        config |= {"text_config": {"model_type": "llama", "dtype": "float16"}}
+    elif dtype is not None:
+        config["torch_dtype"] = dtype
+    assert build_served_model(config, "tiny").dtype == expected
+
+
 def _compress(bits: int, kind: str) -> dict[str, object]:
     weights = {"num_bits": bits, "type": kind}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
@@ -111,11 +219,30 @@ def _compress(bits: int, kind: str) -> dict[str, object]:
         (_compress(8, "int"), "int8"),
         (_compress(8, "float"), "fp8"),
         (_compress(4, "int"), "gptq"),
+        (_compress(4, "float"), "nvfp4"),
+        (_compress(16, "float"), None),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "none"}, None),
+        ({"bits": 4}, None),
     ],
 )  # fmt: skip
-def test_formats_are_read(entry: dict[str, object], name: str) -> None:
+def test_formats_are_read(entry: dict[str, object], name: str | None) -> None:
     found = find_weight_format(build_served_model({**LLAMA, "quantization_config": entry}, "tiny"), None)
-    assert found is not None and found.name == name
+    assert (None if found is None else found.name) == name
+
+
+# Bits of a weight, and of what a group of weights has together.
+RATES = {
+    "fp8": (8, 0), "fp8-block": (8, 32 / 128**2), "int8": (8, 0), "awq": (4, 20 / 128), "gptq": (4, 20 / 128),
+    "nvfp4": (4, 8 / 16), "mxfp4": (4, 8 / 32), "bitsandbytes": (4, 32 / 64), "gptq8": (8, 24 / 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_bytes_of_a_quantized_weight(name: str) -> None:
+    found = find_weight_format(build_served_model(LLAMA, "tiny"), name)
+    assert found == WeightFormat(name, sum(RATES[name]) / 8)
 
 
 def test_unknown_formats_are_refused() -> None:
@@ -141,6 +268,10 @@ def test_quantization_leaves_embeddings_alone() -> None:
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2", None),
         ("deepseek-ai/DeepSeek-R1", "deepseek_v3", "fp8-block"),
         ("gpt-oss-20b", "gpt_oss", "mxfp4"),
+        ("moonshotai/Kimi-VL-A3B-Instruct", "deepseek_v3", None),
+        ("google/gemma-4-12B-it", "gemma4_unified_text", None),
+        ("Qwen/Qwen3.5-4B", "qwen3_5_text", None),
+        ("Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe_text", None),
     ],
 )
 def test_names_are_found(name: str, family: str, quantization: str | None) -> None:

@@ -69,9 +69,10 @@ def test_tensors_of_another_operator_differ_in_nothing_else(changes: dict[str, A
 
 
 def test_operators_of_equal_tensors_are_taken_together() -> None:
-    a = [tensor(op=op) for op in ("mul", "add", "sub", "div", "exp")]
+    a = [tensor(op=op, source=f"{op}.py:1 f") for op in ("mul", "add", "sub", "div", "exp")]
     (row,) = match_tensors(a, [tensor(op="addmm", count=5)], by_shape=True).rows
     assert row.a is not None and (row.status, row.a.op, row.a.count) == ("operator", "add, div, exp, mul, sub", 5)
+    assert row.a.source == "mul.py:1 f"  # that of the first
 
 
 def test_equal_tensors_are_matched_before_those_of_another_operator() -> None:

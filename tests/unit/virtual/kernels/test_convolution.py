@@ -184,10 +184,13 @@ def test_convolutions_of_every_rank_train(gpu, layer, shape, result):
 
 def test_a_transposed_signal_is_copied_before_a_convolution_over_one_dimension(gpu):
     layer = nn.Conv1d(4, 8, 1, bias=False).cuda()
-    data = torch.randn(2, 10, 4, device="cuda").transpose(1, 2)
+    data = torch.randn(2, 10, 4, device="cuda").transpose(1, 2).requires_grad_()
     first = count(gpu)
-    assert layer(data).is_contiguous()
-    assert made(gpu, first) == [4 * 80, 4 * 160]
+    output = layer(data)
+    assert output.is_contiguous() and made(gpu, first) == [4 * 80, 4 * 160]
+    first = count(gpu)
+    output.backward(torch.ones_like(output))
+    assert made(gpu, first, op="convolution_backward", hidden=True) == [4 * 80]
 
 
 def test_wrong_channels_are_torchs_own_error(gpu):

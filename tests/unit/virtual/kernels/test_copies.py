@@ -102,3 +102,9 @@ def test_products_in_place_take_cublas_workspace() -> None:
     with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         torch.zeros(8, 8, device="cuda").addmm_(torch.ones(8, 8, device="cuda"), torch.ones(8, 8, device="cuda"))
     assert 8320 << 10 in [storage.num_bytes for storage in gpu.trace.storages if storage.hidden]
+
+
+def test_values_of_patches_are_known(gpu):
+    """Those of a small tensor, where the patches have more numbers than it."""
+    patches = F.unfold(torch.arange(9.0, device="cuda").view(1, 1, 3, 3), 2)
+    assert patches[0, :, 0].tolist() == [0.0, 1.0, 3.0, 4.0]

@@ -25,9 +25,11 @@ def quantized(dtype: torch.dtype = torch.qint8) -> torch.Tensor:
     return torch.quantize_per_tensor(floats(), 0.5, 3, dtype)
 
 
-def by_channel(zero_points: torch.dtype = torch.int64) -> torch.Tensor:
-    scales = torch.ones(64, device="cuda")
-    return torch.quantize_per_channel(floats(), scales, torch.zeros_like(scales).to(zero_points), 0, torch.quint8)
+def by_channel(
+    zero_points: torch.dtype = torch.int64, dtype: torch.dtype = torch.quint8, device: str = "cuda"
+) -> torch.Tensor:
+    scales = torch.ones(64, device=device)
+    return torch.quantize_per_channel(floats().to(device), scales, torch.zeros_like(scales).to(zero_points), 0, dtype)
 
 
 def taken(gpu: VirtualGpu, call: Callable[[], Any], *inputs: Any) -> list[int]:
@@ -111,6 +113,28 @@ def test_moving_from_the_host_and_back(gpu: VirtualGpu, elements: int) -> None:
     assert moved.cpu().dequantize().device.type == "cpu"
 
 
+@pytest.mark.parametrize("quantize", [
+    lambda x: torch.quantize_per_tensor(x, 0.5, 3, torch.quint8),
+    lambda x: torch.quantize_per_channel(x, *[torch.ones(4, device=x.device)] * 2, 1, torch.quint8),
+    lambda x: torch.quantize_per_channel(x, torch.ones(4, device=x.device), torch.ones(4, device=x.device).long(), 1,
+                                         torch.quint8),
+])  # fmt: skip
+def test_layouts_are_those_of_the_cpu(gpu: VirtualGpu, quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for layout in (torch.channels_last, torch.contiguous_format):
+        host = quantize(torch.randn(2, 4, 6, 6).to(memory_format=layout))
+        data = quantize(torch.randn(2, 4, 6, 6, device="cuda").to(memory_format=layout))
+        assert (data.stride(), data.dequantize().stride()) == (host.stride(), host.dequantize().stride())
+
+
+def test_scales_of_channels_move_with_the_tensor(gpu: VirtualGpu) -> None:
+    host = by_channel(device="cpu")
+    before = torch.cuda.memory_allocated()
+    moved = host.cuda()
+    assert torch.cuda.memory_allocated() - before == 6144 + 512 + 512
+    assert moved.q_per_channel_scales().device.type == "cuda"
+    assert moved.cpu().q_per_channel_scales().device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -119,7 +143,12 @@ def test_moving_from_the_host_and_back(gpu: VirtualGpu, elements: int) -> None:
         (lambda q: torch.equal(q, q), NotImplementedError, "'aten::equal' .* 'QuantizedCUDA'"),
         (lambda q: torch.dequantize([q]), NotImplementedError, "'aten::dequantize.tensors' .* 'QuantizedCUDA'"),
         (lambda q: q.float(), RuntimeError, "quantized Tensor to non-quantized Tensor is not allowed"),
-        (lambda q: quantized(torch.quint4x2), NotImplementedError, "affine_cuda\" not implemented for 'QUInt4x2'"),
+        (lambda q: quantized(torch.quint4x2), NotImplementedError, "r_tensor_affine_cuda\" not impl.* 'QUInt4x2'"),
+        (
+            lambda q: by_channel(torch.float32, torch.quint4x2),
+            NotImplementedError,
+            "per_channel_float_qparams_cuda\" not implemented for 'QUInt4x2'",
+        ),
         (
             lambda q: torch.quantize_per_tensor([floats()], torch.ones(1), torch.zeros(1), torch.qint8),
             NotImplementedError,
@@ -147,6 +176,17 @@ def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
             found.add(packet)
             assert not find_missing_quantized_kernel(name)
     assert found <= {"empty", "empty_strided"}
+
+
+OF_ALL_DEVICES = (
+    "view as_strided _reshape_alias unfold squeeze unsqueeze qscheme q_scale q_zero_point q_per_channel_scales "
+    "q_per_channel_axis q_per_channel_zero_points empty_quantized empty_like set_ max min"
+)
+
+
+@pytest.mark.parametrize("name", OF_ALL_DEVICES.split())
+def test_operators_that_have_one_function_for_all_devices(name: str) -> None:
+    assert getattr(_aten, name) in quantized_tensors._DEVICE_INDEPENDENT
 
 
 def _here() -> set[str]:

@@ -334,8 +334,12 @@ def test_a_batch_first_layer_copies_its_input_and_returns_a_transposed_output(gp
     assert made(gpu, first, hidden=True) == [4 * data.numel()]
     assert output.shape == (BATCH, STEPS, HIDDEN)
     assert output.stride() == (HIDDEN, BATCH * HIDDEN, 1)
+    first = len(gpu.trace.storages)
     output.sum().backward()
     assert data.grad.shape == data.shape
+    # Zeros for the last state's gradient, then copies of the input, of its gradient, and of the input once more.
+    inputs, state = 4 * data.numel(), 4 * BATCH * HIDDEN
+    assert made(gpu, first, "_cudnn_rnn_backward", hidden=True) == [state, inputs, STEPS * state, inputs]
 
 
 def test_gradients_of_all_weights_are_parts_of_one_buffer(gpu):

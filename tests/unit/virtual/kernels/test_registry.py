@@ -48,6 +48,21 @@ def sorted_scratch(args, GPU):
 '''
 
 
+# Of large host tensors and of those without values, which have no data either.
+ON_HOST = (
+    "native_dropout nonzero index index_put index_put_ _index_put_impl_ masked_fill masked_fill_ masked_select geqrf "
+    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward _ctc_loss "
+    "_ctc_loss_backward _grouped_mm add native_layer_norm_backward _empty_affine_quantized "
+    "_empty_per_channel_affine_quantized quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic "
+    "_cudnn_rnn_flatten_weight _pack_padded_sequence"
+)
+
+
+@pytest.mark.parametrize("name", ON_HOST.split())
+def test_kernels_of_operators_on_the_host_too(name):
+    assert registry.host_kernels.get(getattr(torch.ops.aten, name))
+
+
 def test_a_new_operator_is_one_new_file(tmp_path, monkeypatch):
     (tmp_path / "toy_family.py").write_text(textwrap.dedent(TOY))
     monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])

@@ -15,6 +15,8 @@ from memprof.trace.events import GPU, Role
 from memprof.virtual import VirtualGpu
 from memprof.virtual.kernels import sparse
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch says once that CSR is a beta
+
 
 def on_gpu(gpu: VirtualGpu) -> list[int]:
     return [storage.num_bytes for storage in gpu.trace.storages if storage.device == GPU]
@@ -28,7 +30,6 @@ HOST: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", HOST.values(), ids=HOST)
 def test_on_the_host_and_moved(gpu: VirtualGpu, make: Callable[[], torch.Tensor]) -> None:
     sparse = make()
@@ -304,7 +305,6 @@ def described(made: object) -> object:
     return [described(part) for part in made] if isinstance(made, (list, tuple)) else made
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_host_has_what_plain_torch_has(name: str, count: int) -> None:
@@ -328,7 +328,6 @@ def test_what_the_host_does_takes_nothing_of_the_gpu(gpu: VirtualGpu) -> None:
     assert on_gpu(gpu) == []
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("size", [8, 2048])
 def test_a_dense_tensor_becomes_what_is_asked_for(gpu: VirtualGpu, size: int) -> None:
     for dense in (torch.ones(size, size), torch.ones(size, size, device="cuda")):
@@ -395,7 +394,6 @@ def test_buffers_of_cusparse_by_hand(count, is_vector, is_csr, num_bytes):
         assert sparse._cusparse_buffer(launch, count, is_vector, is_csr) == expected
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("call", "expected"), [
     # Of a CSR matrix of 6 x 8 with 10 elements: zeros to add to except for a vector, and the result.
     (lambda m: m @ torch.ones(8, 4, device="cuda"), [96, 96]), (lambda m: m @ torch.ones(8, device="cuda"), [24]),
