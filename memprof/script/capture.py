@@ -139,8 +139,8 @@ class _StopRecord:
         return is_half_done or (rounds is not None and rounds[0] >= rounds[1] and self._awaits_evaluation(frame))
 
     def _count_events_to_evaluation(self, completed: int, frame: FrameType) -> int | None:
-        """Return the events of the steps to come before the innermost loop around them ends, if an evaluation is awaited
-        that may follow it; None if none is, or their number is unknown."""
+        """Return the events of the steps to come before the innermost loop around them ends, if an evaluation is
+        awaited that may follow it; None if none is, or their number is unknown."""
         rounds = count_rounds_left(find_position(completed, frame))
         if rounds is None or self._device.num_events is None or not self._awaits_evaluation(frame):
             return None
