@@ -24,7 +24,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import AUTOCAST_KIND, HOOK_KIND, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, HOOK_KIND, NONE, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -35,6 +35,8 @@ MIN_STEP_BYTES = 64 << 10  # per step, of tensors without a graph: less is a met
 MIN_STEPS = 3
 
 MAX_SHOWN = 6  # kinds of tensors in the evidence
+
+MAX_NAMED_ITEMS = 2  # of one container: more are named together
 
 # Rises of the number of recreated counterparts: two may be batches that happen to have more parts. Also of a curve that
 # does not rise in each iteration: two may be steps of several optimizers that take turns.
@@ -332,10 +334,16 @@ def describe_holder(holder: Holder) -> str:
 def format_holders(*holders: Holder | None, word: str = "and") -> str:
     """Return text that names `holders` and the lines that fill them, joined by `word`, for the end of a title; "" if
     all are None."""
+    named: dict[tuple[object, ...], list[Holder]] = defaultdict(list)  # of one container, else each on its own
+    for place, holder in enumerate(holders):
+        if holder is not None:
+            name, bracket, _ = holder.name.partition("[")
+            named[holder.kind, name, holder.source, NONE if bracket else place].append(holder)
+    shown: list[Holder] = []
+    for (_, name, *_), items in named.items():
+        shown += [items[0]._replace(name=f"{name}[...]")] if len(items) > MAX_NAMED_ITEMS else items
     names = [
-        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
-        for holder in holders
-        if holder is not None
+        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "") for holder in shown
     ]
     return f", kept by {f' {word} '.join(names)}" if names else ""
 

@@ -105,7 +105,7 @@ class Attribution:
         return self.find_source_index(sys._getframe(1))
 
     def find_caller_lines(self) -> tuple[int, int]:
-        """Return `find_caller_line`, and the index of the line that calls the function of that line; NONE: none does."""
+        """Return `find_caller_line`, and the index of the line that calls its function; NONE: none does."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_program(frame.f_code):
             frame = frame.f_back

@@ -511,3 +511,14 @@ def test_the_first_call_of_an_evaluation_after_training(change: dict[str, object
     b.trace.failed_forward = b.trace.forwards.pop()._replace(outputs=(), caller=caller)
     b.trace.last_uses = [NONE] * len(b.trace.storages)
     assert bool(evaluation_with_gradients.find(b.context(40 * MIB))) == is_told
+
+
+def test_what_parts_of_a_model_are_called_beside_is_told_once() -> None:
+    """A method of the model calls its parts; a list keeps what it returns."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        for path in ("embed", "head"):
+            b.free(*b.call(MIB, path=path))
+        b.alloc(4 * MIB, line="model.py:9 step")
+    b.trace.holders.append(OUTPUTS._replace(storages=(2, 5)))
+    only(evaluation_accumulates.find(b.context()))
