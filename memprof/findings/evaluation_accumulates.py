@@ -35,7 +35,11 @@ def find(context: Context) -> list[Finding]:
     not.
     """
     findings: dict[int, Finding] = {}
+    modules: dict[frozenset[growth.Key], int] = {}  # the first that tensors are told of: others are parts of its model
     for loop, reported in _find_kept(context):
+        keys = frozenset(leak.key for leaks in reported.values() for leak in leaks)
+        if modules.setdefault(keys, loop[0].module) != loop[0].module:
+            continue
         left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
         previous = findings.get(loop[0].module)
         if previous is None or left_bytes > (previous.num_bytes or 0):

@@ -20,7 +20,7 @@ from memprof.findings.growth import (
     make_key,
 )
 from memprof.findings.growth_until_peak import find_sum_of_calls
-from memprof.trace.events import Forward, Holder, PhaseKind, Trace
+from memprof.trace.events import NONE, Forward, Holder, PhaseKind, Trace
 from memprof.units import format_bytes
 
 # Calls at least, where memory ran out: fewer may be of a loss, whose backward was to come (perceptual losses).
@@ -155,16 +155,31 @@ def _is_switched(trace: Trace, loop: list[Forward]) -> bool:
     if not trained or not trace.ended_out_of_memory or any(one.training for one in loop):
         return False
     stepped = [time for time, phase in trace.list_phase_begins() if phase.kind is PhaseKind.OPTIMIZER_STEP]
-    switched = [call.event for call in trace.eval_calls if call.module == module and call.event <= begin]
-    is_after = bool(switched) and any(trained[-1].end <= time <= switched[-1] for time in stepped)
-    return is_after and {one.source for one in trained}.isdisjoint(one.source for one in loop)
+    switched = [call for call in trace.eval_calls if call.module == module and call.event <= begin]
+    if not switched or not any(trained[-1].end <= time <= switched[-1].event for time in stepped):
+        return False
+    if {one.source for one in trained}.isdisjoint(one.source for one in loop):
+        return True
+    # One method of the model calls this module for both: the function that has switched it calls that method.
+    function, callers = _find_function(trace, switched[-1].source), {one.caller for one in loop}
+    is_of_it = all(_find_function(trace, caller) == function for caller in callers)
+    return function is not None and is_of_it and callers.isdisjoint(one.caller for one in trained)
+
+
+def _find_function(trace: Trace, source: int) -> tuple[str, str] | None:
+    """Return the file and the name of the function that a line is of."""
+    line = trace.source_at(source)
+    return None if line is None else (_split_source(line)[0], _split_source(line)[2])
 
 
 def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     trace, num_bytes, groups = context.ledger.trace, kept.num_bytes, kept.groups
     calls = [forward for loop in kept.loops for forward in loop]
     name = trace.modules[calls[0].module].class_name
-    source = trace.source_at(calls[0].source)
+    at_line = [one for one in trace.forwards if one.training and one.source == calls[0].source]
+    is_of_method = bool(at_line) and {one.caller for one in calls}.isdisjoint({NONE, *(one.caller for one in at_line)})
+    trains_too = trace.may_train and bool(at_line) and not is_of_method
+    source = trace.source_at(calls[0].caller if is_of_method else calls[0].source)
     line = file_and_line(source)
     mode = "" if any(call.training for call in calls) else " in eval mode"
     keeps = "keeps" if len(calls) == 1 else "keep"
@@ -179,7 +194,6 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
-    trains_too = trace.may_train and any(call.training and call.source == calls[0].source for call in trace.forwards)
     if unused is not None:
         fix = f"fix at {file_and_line(unused)}: `with torch.no_grad():` around the calls; alone the call does nothing"
         evidence.append(Evidence(fix, source=unused))

@@ -24,7 +24,7 @@ from itertools import pairwise
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Evidence, cache_per_context
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import AUTOCAST_KIND, HOOK_KIND, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
+from memprof.trace.events import AUTOCAST_KIND, HOOK_KIND, NONE, ROLES_OF_MODELS, CycleKind, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
@@ -36,6 +36,8 @@ MIN_STEPS = 3
 
 MAX_SHOWN = 6  # kinds of tensors in the evidence
 MAX_NAMED = 3  # holders in a title, of which the last stands for all others
+
+MAX_NAMED_ITEMS = 2  # of one container: more are named together
 
 # Rises of the number of recreated counterparts: two may be batches that happen to have more parts. Also of a curve that
 # does not rise in each iteration: two may be steps of several optimizers that take turns.
@@ -333,10 +335,16 @@ def describe_holder(holder: Holder) -> str:
 def format_holders(*holders: Holder | None, word: str = "and") -> str:
     """Return text that names the first of `holders` and the lines that fill them, joined by `word`, for the end of a
     title; "" if all are None."""
+    named: dict[tuple[object, ...], list[Holder]] = defaultdict(list)  # of one container, else each on its own
+    for place, holder in enumerate(holders):
+        if holder is not None:
+            name, bracket, _ = holder.name.partition("[")
+            named[holder.kind, name, holder.source, NONE if bracket else place].append(holder)
+    shown: list[Holder] = []
+    for (_, name, *_), items in named.items():
+        shown += [items[0]._replace(name=f"{name}[...]")] if len(items) > MAX_NAMED_ITEMS else items
     names = [
-        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
-        for holder in holders
-        if holder is not None
+        describe_holder(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "") for holder in shown
     ]
     if len(names) > MAX_NAMED:
         names[MAX_NAMED - 1 :] = [f"{len(names) - MAX_NAMED + 1} others"]

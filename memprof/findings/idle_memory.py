@@ -43,6 +43,9 @@ MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here
 
 _MOST_SHOWN = 3
 
+# What makes the weights of a functional call from those before it: no model is built.
+_UPDATES = {"aten.sub", "aten.add", "aten.mul", "aten.addcmul", "aten.addcdiv", "aten.lerp"}
+
 _CONTAINERS = ("dict", "OrderedDict", "defaultdict", "list", "set", "deque")  # kinds of holders
 
 
@@ -121,7 +124,10 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
         if owner is None or owner.role in (Role.KV_CACHE, Role.INPUT):
             by_key[*make_key(trace, index), index in find_snapshots(context)].append(index)
         elif index in replaced or (
-            owner.role in ROLES_OF_MODELS and last_phase.computes and not awaits_backward(context, index)
+            owner.role in ROLES_OF_MODELS
+            and trace.op(trace.storages[index]) not in _UPDATES
+            and last_phase.computes
+            and not awaits_backward(context, index)
         ):
             models.append(index)
         elif owner.role is Role.GRADIENT and last_phase is PhaseKind.OPTIMIZER_STEP:
@@ -144,14 +150,20 @@ def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
     groups += [_make_call_group(context, calls) for calls in by_call.values()]
     groups += _make_model_groups(context, models, replaced)
     if gradients:
-        groups.append(_make_gradient_group(trace, gradients))
+        groups.append(_make_gradient_group(trace, context.lifetimes.births, gradients))
     return groups
 
 
-def _make_gradient_group(trace: Trace, gradients: list[int]) -> _Group:
+def _make_gradient_group(trace: Trace, births: Sequence[int], gradients: list[int]) -> _Group:
     """Return the group of gradients that are kept after the step of their optimizer."""
-    in_steps = (one for one in trace.storages if trace.phases[one.phase].kind is PhaseKind.OPTIMIZER_STEP)
-    source = next((line for one in in_steps if (line := trace.source_line(one)) is not None), None)
+    last_step = max((trace.last_uses[index] for index in gradients), default=0)
+    in_steps = (
+        one
+        for one, birth in zip(trace.storages, births, strict=True)
+        if trace.phases[one.phase].kind is PhaseKind.OPTIMIZER_STEP and birth <= last_step
+    )
+    lines = [line for one in in_steps if (line := trace.source_line(one)) is not None]
+    source = lines[-1] if lines else None
     where = "" if source is None else f" at {file_and_line(source)}"
     fix = f"call zero_grad() right after the optimizer's step{where}, before the next forward pass"
     return _Group("gradients that the optimizer has used", fix, source, gradients, edit=_make_gradients_edit(trace))

@@ -26,12 +26,14 @@ class _Batch(NamedTuple):
     usual: int  # a storage of the median size
     step: int
     times: float
+    larger: frozenset[int]  # all steps whose counterparts are larger than the median one
 
 
 @rule(58)
 def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the peak minus that of all other steps.
-    It is decisive if memory has room for these. A workload's batches are its
+    Of a run that memory ended it is the batch of the last step, and the peak of those steps counts that have no larger
+    batch than the median one. It is decisive if memory has room for these. A workload's batches are its
     spec's, which it gives one shape, or the lengths of its options."""
     ledger, trace = context.ledger, context.ledger.trace
     if context.spec is not None:
@@ -39,7 +41,8 @@ def find(context: Context) -> list[Finding]:
     found = max(_iterate_larger(context), key=lambda batch: trace.storages[batch.storage].num_bytes, default=None)
     if found is None:
         return []
-    other_bytes = _find_peak_without(context, found)
+    is_cut = trace.ended_out_of_memory
+    other_bytes = _find_peak_of_usual(context, found) if is_cut else _find_peak_without(context, found)
     saved_bytes = ledger.peak_bytes - other_bytes
     if not is_large(context, saved_bytes):
         return []
@@ -47,7 +50,8 @@ def find(context: Context) -> list[Finding]:
     line = trace.source_line(storage)
     title = (
         f"The batch of step {found.step} is {format_shape(storage.shape)} ({file_and_line(line)}), that of the median "
-        f"step {format_shape(usual.shape)}; the other steps allocate at most {format_bytes(other_bytes)}"
+        f"step {format_shape(usual.shape)}; {'steps with no larger batch' if is_cut else 'the other steps'} allocate "
+        f"at most {format_bytes(other_bytes)}"
     )
     limit = "rows or the size of its images" if len(storage.shape) > 3 else "rows or length (truncate, sort by length)"
     evidence: list[Evidence] = [
@@ -66,8 +70,9 @@ def _iterate_larger(context: Context) -> Iterator[_Batch]:
     operator of the same line has made."""
     ledger, trace, births = context.ledger, context.ledger.trace, context.lifetimes.births
     forwards = _list_forwards(context)
-    begins = [time for time, _ in forwards]
-    moment = bisect.bisect_right(begins, ledger.peak_event) - 1
+    begins, oom = [time for time, _ in forwards], ledger.out_of_memory
+    event = oom.event if oom is not None and trace.ended_out_of_memory else ledger.peak_event
+    moment = bisect.bisect_right(begins, event) - 1
     if moment < 0:
         return
     peak_step = forwards[moment][1]
@@ -82,14 +87,16 @@ def _iterate_larger(context: Context) -> Iterator[_Batch]:
                 by_step[step] = index
     for by_step in kinds.values():
         others = [index for step, index in by_step.items() if step != peak_step]
-        sizes = [trace.storages[by_step[step]].num_bytes for step in sorted(by_step)]
-        # Where each is larger than the one before, as in a search for the largest batch, none is an exception.
-        is_search = all(size < larger for size, larger in pairwise(sizes))
+        rows = [trace.storages[by_step[step]].shape[:1] for step in sorted(by_step)]
+        # Where each has more than the one before, as in a search for the largest batch, none is an exception.
+        is_search = all(few < more for few, more in pairwise(rows))
         if peak_step in by_step and len(others) >= MIN_OTHER_STEPS and not is_search:
             usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in others)[1]
-            times = trace.storages[by_step[peak_step]].num_bytes / max(1, trace.storages[usual].num_bytes)
+            usual_bytes = trace.storages[usual].num_bytes
+            times = trace.storages[by_step[peak_step]].num_bytes / max(1, usual_bytes)
+            larger = (step for step, index in by_step.items() if trace.storages[index].num_bytes > usual_bytes)
             if times >= MIN_TIMES:
-                yield _Batch(by_step[peak_step], usual, peak_step, times)
+                yield _Batch(by_step[peak_step], usual, peak_step, times, frozenset(larger))
 
 
 def _find_peak_without(context: Context, batch: _Batch) -> int:
@@ -98,6 +105,13 @@ def _find_peak_without(context: Context, batch: _Batch) -> int:
     begin = context.lifetimes.births[batch.storage]
     end = next((time for time, step in forwards if step > batch.step), len(allocated))
     return max(max(allocated[forwards[0][0] : begin], default=0), max(allocated[end:], default=0))
+
+
+def _find_peak_of_usual(context: Context, batch: _Batch) -> int:
+    """Return the most bytes allocated in steps whose batches are no larger than the median one."""
+    allocated, forwards = context.ledger.allocated, _list_forwards(context)
+    spans = pairwise([*forwards, (len(allocated), 0)])
+    return max(max(allocated[begin:end], default=0) for (begin, step), (end, _) in spans if step not in batch.larger)
 
 
 def _list_forwards(context: Context) -> list[tuple[int, int]]:

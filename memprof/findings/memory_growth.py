@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
 from memprof.findings.effect import (
@@ -35,6 +35,7 @@ from memprof.findings.growth import (
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.findings.idle_storages import find_phase
+from memprof.findings.proposals.second_order import find_graphs_in_vain
 from memprof.ledger.steps import list_training_steps
 from memprof.trace.events import CycleKind, Holder, PhaseKind, Trace
 from memprof.units import format_bytes
@@ -127,7 +128,12 @@ def _make_finding(
     is_emptied = (
         holder is not None and bool(holder.kind) and not holder.is_cycle and _are_differentiated_again(context, leaks)
     )
-    if is_emptied:
+    in_vain = find_graphs_in_vain(context)
+    if in_vain is not None and _are_mostly(context, leaks, in_vain.frees):
+        fix = f"fix: {in_vain.change}; and .detach() of what is carried to the next step"
+        evidence.append(Evidence(fix, source=in_vain.source))
+        carried = []
+    elif is_emptied:
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX))
     elif carried and kept < MIN_STEP_BYTES:
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
@@ -153,6 +159,12 @@ def _make_finding(
         is_decisive=is_decisive(context, needs),
         edit=edit,
     )
+
+
+def _are_mostly(context: Context, leaks: list[LeakGroup], storages: Collection[int]) -> bool:
+    """Return whether most bytes of `leaks` are of `storages`."""
+    leaked = [index for leak in leaks for index in leak.storages]
+    return 2 * context.lifetimes.sum_bytes(set(leaked).intersection(storages)) > context.lifetimes.sum_bytes(leaked)
 
 
 def _list_carried(trace: Trace, holders: Sequence[Holder | None]) -> list[Holder]:
@@ -297,8 +309,8 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
     text = (
-        f"fix: call backward() after each call at {file_and_line(source)}, if their losses do not need each other; or "
-        "call it under torch.no_grad() if none follows (the rollout of a policy)"
+        f"fix: call backward() after each call at {file_and_line(source)}, or after fewer than these, if their losses "
+        "do not need each other; or call it under torch.no_grad() if none follows (the rollout of a policy)"
     )
     return Evidence(text, source=source)
 

@@ -11,6 +11,10 @@ from memprof.findings.finding import RULES, SEARCH_RULES, Context, Finding
 from memprof.findings.fragmentation import FRAGMENTATION
 from memprof.findings.suggestions import is_cured
 
+_OF_BATCHES = ("larger-batch", "evaluation-batch", "later-step")
+
+MIN_KEPT_SHARE = 0.25  # of the peak, of what is kept in vain: less may let one more allocation succeed, and no more
+
 
 def import_rules() -> None:
     """Import every module of this package and of `proposals`, so that its rule is registered."""
@@ -30,6 +34,10 @@ def apply_rules(context: Context, *, for_search: bool = False) -> list[Finding]:
         findings = [replace(one, is_decisive=is_cured(context, one.id)) for one in findings]
     if any(one.is_decisive for one in findings):  # with that changed the run fits as it is
         findings = [replace(one, fixes=(), suggestions=()) if one.id == DOES_NOT_FIT else one for one in findings]
+    # What is kept in vain comes before batches that need what they take.
+    kept = (one.num_bytes or 0 for one in findings if one.is_decisive and one.id not in (*_OF_BATCHES, FRAGMENTATION))
+    if max(kept, default=0) >= MIN_KEPT_SHARE * context.ledger.peak_bytes:
+        findings = [replace(one, is_decisive=False) if one.id in _OF_BATCHES else one for one in findings]
     # What is free in pieces depends on what is kept.
     if any(one.is_decisive and one.id != FRAGMENTATION for one in findings):
         findings = [replace(one, is_decisive=False) if one.id == FRAGMENTATION else one for one in findings]

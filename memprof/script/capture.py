@@ -22,10 +22,10 @@ from memprof.script.launchers import ProcessStart
 from memprof.script.loops import (
     Position,
     count_loops_that_repeat,
+    count_rounds_left,
     estimate_total_steps,
     find_position,
     is_last_round,
-    is_second_half,
 )
 from memprof.script.own_code import (
     find_evaluation_step,
@@ -104,6 +104,7 @@ class _StopRecord:
             bool(self._device.phases.list_optimizers_without_step()),
             lambda: self._nears_end(completed, frame),
             lambda: self._count_events_to_next_model(completed, frame),
+            lambda: self._count_events_to_evaluation(completed, frame),
         )
         try:
             with self.record_stop():
@@ -144,7 +145,16 @@ class _StopRecord:
         position = find_position(completed, frame)
         planned_steps = estimate_total_steps(self._positions, position)
         is_half_done = planned_steps is not None and planned_steps <= 2 * completed
-        return is_half_done or (is_second_half(position) and self._awaits_evaluation(frame))
+        rounds = count_rounds_left(position)
+        return is_half_done or (rounds is not None and rounds[0] >= rounds[1] and self._awaits_evaluation(frame))
+
+    def _count_events_to_evaluation(self, completed: int, frame: FrameType) -> int | None:
+        """Return the events of the steps to come before the innermost loop around them ends, if an evaluation is
+        awaited that may follow it; None if none is, or their number is unknown."""
+        rounds = count_rounds_left(find_position(completed, frame))
+        if rounds is None or self._device.num_events is None or not self._awaits_evaluation(frame):
+            return None
+        return rounds[1] * self._device.num_events // completed
 
     def _awaits_evaluation(self, frame: FrameType) -> bool:
         """Return whether the program, which runs `frame`, has code that evaluates, and has called no model to do so."""

@@ -143,16 +143,17 @@ def is_last_round(loop: Loop) -> bool:
     return bound.total is not None and not bound.is_counter and (bound.done or 0) + 1 >= bound.total
 
 
-def is_second_half(position: Position) -> bool:
-    """Return whether `position` is in the second half of its innermost loop, a `for` of known length, or at its end.
+def count_rounds_left(position: Position) -> tuple[int, int] | None:
+    """Return how many iterations of its innermost loop, a `for` of known length, `position` has made, and how many are
+    to come; None if that is not known.
 
     Where the loop's variable does not tell its iteration, that of a first pass is the training step.
     """
     bounds = position.loops[-1].bounds if position.loops else ()
     if not bounds or bounds[0].is_counter or bounds[0].total is None:
-        return False
+        return None
     done = position.step if bounds[0].done is None else bounds[0].done + 1
-    return done <= bounds[0].total <= 2 * done
+    return (done, bounds[0].total - done) if done <= bounds[0].total else None
 
 
 def estimate_total_steps(earlier_positions: Sequence[Position], last_position: Position) -> int | None:

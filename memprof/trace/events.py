@@ -268,6 +268,7 @@ class Forward(NamedTuple):
     training: bool  # the module's own flag
     nodes: int  # Autograd nodes that the call made: 0 without gradients
     outputs: tuple[int, ...]  # the storages of the tensors that it returned
+    caller: int = NONE  # index in Trace.sources: the line that calls the function of `source`; NONE: none does
 
 
 class EvalCall(NamedTuple):

@@ -241,7 +241,7 @@ def _check_references(trace: Trace) -> None:
     }
     if not (
         all(0 <= index < len(trace.storages) for index in storage_indices)
-        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in forwards)
+        and all(0 <= f.module < len(trace.modules) and max(f.source, f.caller) < len(trace.sources) for f in forwards)
         and all(0 <= e.module < len(trace.modules) and e.source < len(trace.sources) for e in trace.eval_calls)
         and all(0 <= frozen.module < len(trace.modules) for frozen in trace.frozen_in_vain)
     ):

@@ -104,6 +104,13 @@ class Attribution:
         """Return the trace's index of the innermost running source line outside torch and memprof."""
         return self.find_source_index(sys._getframe(1))
 
+    def find_caller_lines(self) -> tuple[int, int]:
+        """Return `find_caller_line`, and the index of the line that calls its function; NONE: none does."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_program(frame.f_code):
+            frame = frame.f_back
+        return self.find_source_index(frame), self.find_source_index(None if frame is None else frame.f_back)
+
     def index_source_line(self, line: str) -> int:
         """Return the trace's index of the source line `line` (`file:number function`), which is added if new."""
         index = self._line_index.get(line)

@@ -50,7 +50,7 @@ class GrowthWatch:
         self._call_samples: dict[int, _GrowthSamples] = {}  # by module; of calls without a backward in between
         self._calls_first_storage = 0
         self._output_storages: set[int] = set()
-        self._running_call: tuple[int, int, int, bool, int | None] | None = None
+        self._running_call: tuple[int, int, int, int, bool, int | None] | None = None
         self._num_searches = 0
         self._running_sums: list[Holder] = []  # that the last search has found
         self._searched_keys: set[_CounterpartKey] = set()  # keys whose holders have been searched
@@ -85,7 +85,7 @@ class GrowthWatch:
         self._running_call = (
             len(trace.events),
             index,
-            self._recorder.attribution.find_caller_line(),
+            *self._recorder.attribution.find_caller_lines(),
             module.training,
             sequence_number,
         )
@@ -94,7 +94,7 @@ class GrowthWatch:
         """Record that the outermost module call has returned `result`."""
         if self._running_call is None:
             return
-        (begin, module, source, training, node_number), self._running_call = self._running_call, None
+        (begin, module, source, caller, training, node_number), self._running_call = self._running_call, None
         with torch.DisableTorchFunction():
             returned = list(iterate_tensors(result))
             outputs = {self._recorder.storages.get_index(t) for t in returned} - {NONE}
@@ -102,7 +102,9 @@ class GrowthWatch:
         trace = self._recorder.trace
         nodes = autograd.get_sequence_nr() - node_number if node_number is not None and has_graph else 0
         output_indices = tuple(sorted(outputs))
-        trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, output_indices))
+        trace.forwards.append(
+            Forward(begin, len(trace.events), module, source, training, nodes, output_indices, caller)
+        )
         self._output_storages |= outputs
         samples = self._call_samples.setdefault(module, _GrowthSamples())
         # In training, tensors left by calls may still be used by a backward pass.
@@ -117,9 +119,9 @@ class GrowthWatch:
         """Record that memory has run out, perhaps in an outermost call of a module; before the first one, what keeps
         the tensors of the line that has made most."""
         if self._running_call is not None and self._recorder.modules.current_index != NONE:
-            trace, (begin, module, source, training, node_number) = self._recorder.trace, self._running_call
+            trace, (begin, module, source, caller, training, node_number) = self._recorder.trace, self._running_call
             nodes = 0 if node_number is None else autograd.get_sequence_nr() - node_number
-            trace.failed_forward = Forward(begin, len(trace.events), module, source, training, nodes, ())
+            trace.failed_forward = Forward(begin, len(trace.events), module, source, training, nodes, (), caller)
         if not self._recorder.trace.forwards and self._loop_first_storage == NONE:
             live_bytes = self._sum_live_bytes(0)
             self._search_holders({max(live_bytes, key=live_bytes.__getitem__)} if live_bytes else set(), 0)

@@ -47,7 +47,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
     if context.spec is None and _is_loss_outside_model(context, copies):
         gathered, target = _find_gather(trace, copies), _find_dense_target(trace, copies)
-        of = next((index for index in (target, gathered) if index is not None), find_first_logits(trace, copies))
+        losses = (index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax")
+        known = (target, gathered, next(losses, None))
+        of = next((index for index in known if index is not None), find_first_logits(trace, copies))
         line = find_own_line(trace, of)
         change = "the loss of some tokens at a time, in the program's own code, "
         if target is not None:
@@ -59,7 +61,7 @@ def propose(context: Context) -> Iterator[Proposal]:
             )
             change += "at a time"
         else:
-            change += f"with its logits at {file_and_line(line)}"
+            change += f"with its log_softmax at {file_and_line(line)}"
         yield Proposal(changed, change, source=line)
     else:
         yield Proposal(changed)

@@ -18,6 +18,9 @@ MIN_SHARE = 0.25  # of the peak: smaller buffers are not what fills the GPU
 
 MIN_ROWS = 64  # of data: fewer may be one batch
 
+MIN_TIMES = 8  # as many bytes as what a tensor is made of, from which on it is not data: windows, repeated rows
+
+_REPEATING = {f"aten.{name}" for name in ("index", "clone", "copy", "index_select", "gather", "embedding", "repeat")}
 _CREATING = {f"aten.{name}" for name in ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full")}
 _PHASES = (PhaseKind.MODEL, PhaseKind.INPUTS, PhaseKind.OTHER)  # in which no gradient is computed of what is created
 
@@ -57,7 +60,17 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     storage = trace.storages[largest]
     where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     change = f"keep {where} in host memory (.cpu()), and move the rows of each step to the GPU"
+    if _is_made_of_less(context, largest):
+        change = f"choose the rows of each step, and make these alone of the smaller tensors there, not all of {where}"
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(storage))
+
+
+def _is_made_of_less(context: Context, index: int) -> bool:
+    """Return whether a storage repeats elements of tensors that are there when it is made: all of them together have
+    less than 1 / MIN_TIMES of its bytes."""
+    trace, lifetimes = context.ledger.trace, context.lifetimes
+    storage, there = trace.storages[index], lifetimes.find_live(lifetimes.births[index], range(index))
+    return trace.op(storage) in _REPEATING and there.num_bytes * MIN_TIMES < storage.num_bytes
 
 
 def _may_be_data(trace: Trace, index: int) -> bool:

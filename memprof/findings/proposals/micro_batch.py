@@ -11,6 +11,7 @@ from memprof.findings.evidence import find_call_between_steps, is_inference, is_
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
+from memprof.findings.proposals.messages import MIN_NODES
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
@@ -102,6 +103,7 @@ def find_batch_size(context: Context) -> int | None:
     # Samples and their beams, as rows; images of one channel have none.
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
+    sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
     return sizes.pop() if len(sizes) == 1 else None
 
 

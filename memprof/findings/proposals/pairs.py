@@ -14,7 +14,7 @@ from memprof.findings.evidence import file_and_line, format_shape, is_inference,
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
-from memprof.trace.events import NONE, EventKind, PhaseKind, Storage, Trace
+from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Storage, Trace
 from memprof.units import GIB
 
 MIN_SHARE = 0.01  # of the peak: smaller tensors of pairs do not decide whether the run fits
@@ -29,6 +29,10 @@ _BATCHED_PRODUCTS = {"aten.bmm", "aten.baddbmm"}
 _RESIZING = "aten.upsample_"
 _EYE, _ROWS = "aten.eye", "aten.index"  # torch.eye(classes)[indices]
 _ONE_HOT = ("aten.zeros", _ROWS)  # the former of torch.nn.functional.one_hot
+
+MIN_TABLE_ROWS = 1024  # of an embedding table, so that a size of the model is not taken for one
+
+POINT_DIMS, MIN_POINTS = 4, 256  # of pairs within samples: images are as large in two dimensions, not made by pairs
 
 MIN_IMAGE_DIMS = 4  # of a one_hot: [batch, height, width, classes], of which a loss needs one class at a time
 
@@ -53,7 +57,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
     is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
     checkpointed = ", each under torch.utils.checkpoint if it needs gradients" if is_checkpointed else ""
-    distances = " (for distances, torch.cdist)" if trace.op(storage) == "aten.sub" and len(storage.shape) == 3 else ""
+    is_difference = trace.op(storage) == "aten.sub" and len(storage.shape) == 3
+    distances = " (for distances, torch.cdist)" * (is_difference and storage.shape[2] not in storage.shape[:2])
     along = f" along dimension {chunks.axis}" if chunks.axis else ""
     change = f"in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
     if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
@@ -62,8 +67,25 @@ def propose(context: Context) -> Iterator[Proposal]:
         change = f"a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
+    elif is_of_each_sample(storage):
+        change = f"pairs of each point with its nearest alone, not with all {storage.shape[1]}; or {change}"
+    elif may_be_trained and (table := _find_whole_table(trace, storage)) is not None:
+        name, num_rows = table
+        taken = f"the rows of `{name}` that the loss takes (sampled negatives), not with all {num_rows}"
+        change = f"pairs with {taken}; or {change}"
     place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
+
+
+def _find_whole_table(trace: Trace, storage: Storage) -> tuple[str, int] | None:
+    """Return the name and the rows of an embedding table with all of whose rows `storage` has pairs; None: of none."""
+    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
+    for index, name in param_names(trace).items():
+        shape = trace.storages[index].shape
+        is_table = name in tables or "aten.embedding" in trace.ops
+        if is_table and len(shape) == 2 and shape[0] >= MIN_TABLE_ROWS and shape[0] in storage.shape[:2]:
+            return name, shape[0]
+    return None
 
 
 @cache_per_context
@@ -77,14 +99,17 @@ def find_chunks(context: Context) -> Chunks | None:
     storage = trace.storages[first]
     axis = _find_axis(trace, storage)
     num_rows = storage.shape[axis]
-    num_chunks = -(-storage.num_bytes // _CHUNK_BYTES)
-    rows = -(-num_rows // min(num_chunks, num_rows))
-    sizes = {
-        index: -(-other.num_bytes * rows // num_rows)
+    num_pairs = math.prod(storage.shape[:-1])  # as rows of a linear layer
+    related = [
+        index
         for index, other in enumerate(trace.storages)
         if births[index] >= births[first] or other.source == storage.source
-        if num_rows in other.shape[: axis + 2] and math.prod(other.shape) > num_inputs and index not in trace.owners
-    }
+        if num_rows in other.shape[: axis + 2] or other.shape[:1] == (num_pairs,)
+        if math.prod(other.shape) > num_inputs and index not in trace.owners
+    ]
+    num_chunks = -(-max(trace.storages[index].num_bytes for index in related) // _CHUNK_BYTES)
+    rows = -(-num_rows // min(num_chunks, num_rows))
+    sizes = {index: -(-trace.storages[index].num_bytes * rows // num_rows) for index in related}
     return Chunks(first, axis, rows, sizes)
 
 
@@ -92,13 +117,19 @@ def _find_axis(trace: Trace, storage: Storage) -> int:
     """Return the dimension of the rows: the first, or the second of a batched product. Of one sample it is the second
     of an image made larger, the third if that has scores of classes, and the first of several rows of a one_hot."""
     op = trace.op(storage)
-    if op in _BATCHED_PRODUCTS:
+    if op in _BATCHED_PRODUCTS or is_of_each_sample(storage):
         return 1
     if storage.shape[0] == 1 and op.startswith(_RESIZING):
         return 2 if _has_scores_of_classes(trace, storage) else 1
     if storage.shape[0] == 1 and op in _ONE_HOT:
         return next((axis for axis, size in enumerate(storage.shape[:-1]) if size > 1), 0)
     return 0
+
+
+def is_of_each_sample(storage: Storage) -> bool:
+    """Return whether `storage` has features of all pairs of the points of each sample: [batch, n, n, features]."""
+    shape = storage.shape
+    return len(shape) == POINT_DIMS and shape[1] == shape[2] >= MIN_POINTS
 
 
 def _has_scores_of_classes(trace: Trace, storage: Storage) -> bool:

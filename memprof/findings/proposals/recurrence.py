@@ -18,6 +18,8 @@ NUM_WINDOWS = 8  # into which the calls are divided: torch's word language model
 
 MIN_STEPS = 512  # of a sequence: shorter ones are sentences, which a backward goes through as a whole
 
+_SHORTER = "shorter sequences (samples cut into parts), or truncated backpropagation through time:"
+
 _RNN = "aten._cudnn_rnn"
 
 _CELL = "Cell"  # how the classes of torch.nn end (LSTMCell, GRUCell, RNNCell), and those of programs
@@ -48,8 +50,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         line = _find_line(trace, module)
         yield Proposal(
             free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}),
-            f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of "
-            f"the {num_calls:,} calls of `{trace.modules[module].path}` at {file_and_line(line)} (gradients end there)",
+            f"{_SHORTER} a backward, and .detach() of the state, after every {size:,} of the "
+            f"{num_calls:,} calls of `{trace.modules[module].path}` at {file_and_line(line)} (gradients end there)",
             source=line,
         )
 
@@ -73,7 +75,7 @@ def propose_windows(context: Context) -> Iterator[Proposal]:
     }
     size, line = -(-num_steps // NUM_WINDOWS), find_own_line(trace, longest)
     change = (
-        f"truncated backpropagation through time: a backward, and .detach() of the state, after every {size:,} of the "
+        f"{_SHORTER} a backward, and .detach() of the state, after every {size:,} of the "
         f"{num_steps:,} steps at {file_and_line(line)} (gradients end there)"
     )
     yield Proposal(resize_rows(trace, along.union(made), size, num_steps), change, source=line)

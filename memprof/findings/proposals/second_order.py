@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from memprof.findings.evidence import file_and_line, plural
-from memprof.findings.finding import Context
+from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import free_earlier
 from memprof.trace.events import NONE, GraphBackward, PhaseKind
@@ -14,14 +15,31 @@ from memprof.trace.events import NONE, GraphBackward, PhaseKind
 MIN_CALLS = 4  # of one line, one after another: fewer are terms of a loss, such as the derivatives of an equation
 
 
+class GraphsInVain(NamedTuple):
+    """Graphs of gradients that are not differentiated again."""
+
+    frees: dict[int, int]  # storage -> event at which it is freed without them
+    change: str
+    source: str | None  # the line that takes the gradients
+
+
 @proposes(42)
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change of the line that takes the most gradients before the peak: what only these gradients' graphs
     keep is freed when each is there."""
+    found, trace = find_graphs_in_vain(context), context.ledger.trace
+    if found is not None:
+        before_end = {index: time for index, time in found.frees.items() if time < len(trace.events)}
+        yield Proposal(free_earlier(trace, before_end), found.change, source=found.source)
+
+
+@cache_per_context
+def find_graphs_in_vain(context: Context) -> GraphsInVain | None:
+    """Return the graphs of the line that takes the most gradients before the peak; None if those are few."""
     trace, lifetimes = context.ledger.trace, context.lifetimes
     calls = _list_calls_until_peak(context)
     if len(calls) < MIN_CALLS or not trace.last_uses:
-        return
+        return None
     begin = calls[0].begin  # what is older belongs to all of them
     frees: dict[int, int] = {}
     for call in calls:
@@ -36,8 +54,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         f"create_graph=False at {line} ({plural(len(calls), 'gradient')} keep a graph), if no second derivatives are "
         "needed (meta-learning: the first-order variant)"
     )
-    before_end = {index: time for index, time in frees.items() if time < len(trace.events)}
-    yield Proposal(free_earlier(trace, before_end), change, source=source)
+    return GraphsInVain(frees, change, source)
 
 
 def _list_calls_until_peak(context: Context) -> list[GraphBackward]:

@@ -8,6 +8,7 @@ import pytest
 
 from memprof.findings.proposals import host_memory
 from memprof.trace.events import PhaseKind, Role
+from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
 
@@ -67,3 +68,17 @@ def test_inputs_and_labels_go_together() -> None:
     (proposal,) = host_memory.propose_data(b.context())
     assert [storage.num_bytes > 0 for storage in proposal.trace.storages] == [False, False, True, True]
     assert proposal.change.startswith("keep [100 x 1024] at train.py:1 in host memory (.cpu()), and move the rows")
+
+
+@pytest.mark.parametrize(
+    ("mib", "op", "is_told"), [(8, "aten.index", False), (7, "aten.index", True), (7, "aten._to_copy", False)]
+)
+def test_windows_are_made_of_less(mib: int, op: str, is_told: bool) -> None:
+    """They take 64 MiB, and what is there when they are made so many."""
+    b = TraceBuilder(PhaseKind.INPUTS)
+    b.alloc(mib * MIB, op="aten._to_copy")
+    b.new(16384, 1024, op=op, line="train.py:2 main")
+    b.phase(PhaseKind.FORWARD)
+    b.new(8, 1024)
+    (proposal,) = host_memory.propose_data(b.context())
+    assert proposal.change.startswith("choose the rows of each step, and make these alone") == is_told

@@ -480,6 +480,8 @@ def test_what_calls_keep_is_told_where_the_next_call_fills_the_gpu(nodes: int) -
     [
         ({}, True),
         ({"line": CALL}, False),  # the line that has trained it, left in eval mode
+        ({"line": CALL, "caller": "eval.py:9 validate"}, True),  # a method of the model, which the evaluation calls
+        ({"line": CALL, "caller": "eval.py:9 test"}, False),  # not of the function that has called eval()
         ({"switched": False}, False),
         ({"stepped": False}, False),
         ({"training": True}, False),
@@ -489,6 +491,7 @@ def test_what_calls_keep_is_told_where_the_next_call_fills_the_gpu(nodes: int) -
 def test_the_first_call_of_an_evaluation_after_training(change: dict[str, object], is_told: bool) -> None:
     """A model is trained, switched to eval mode, and memory runs out in its next call, which makes autograd nodes."""
     settings = {"line": "eval.py:9 validate", "switched": True, "stepped": True, "training": False, "other": False}
+    settings["caller"] = "train.py:1 main"
     settings |= change
     b = EvaluationBuilder()
     b.trace.may_train = b.trace.ended_out_of_memory = True
@@ -500,8 +503,22 @@ def test_the_first_call_of_an_evaluation_after_training(change: dict[str, object
     b.phase(PhaseKind.OTHER)
     module = b._index(b.trace.modules, b.trace.modules[0]._replace(path=""))
     if settings["switched"]:
-        b.trace.eval_calls.append(EvalCall(len(b.trace.events), module, 0))
+        line = b._index(b.trace.sources, "eval.py:7 validate")
+        b.trace.eval_calls.append(EvalCall(len(b.trace.events), module, line))
     b.call(2 * MIB, 20 * MIB, 20 * MIB, nodes=9, training=bool(settings["training"]), line=str(settings["line"]))
-    b.trace.failed_forward = b.trace.forwards.pop()._replace(outputs=())
+    trained, caller = (b._index(b.trace.sources, line) for line in ("train.py:1 main", str(settings["caller"])))
+    b.trace.forwards[0] = b.trace.forwards[0]._replace(caller=trained)
+    b.trace.failed_forward = b.trace.forwards.pop()._replace(outputs=(), caller=caller)
     b.trace.last_uses = [NONE] * len(b.trace.storages)
     assert bool(evaluation_with_gradients.find(b.context(40 * MIB))) == is_told
+
+
+def test_what_parts_of_a_model_are_called_beside_is_told_once() -> None:
+    """A method of the model calls its parts; a list keeps what it returns."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        for path in ("embed", "head"):
+            b.free(*b.call(MIB, path=path))
+        b.alloc(4 * MIB, line="model.py:9 step")
+    b.trace.holders.append(OUTPUTS._replace(storages=(2, 5)))
+    only(evaluation_accumulates.find(b.context()))

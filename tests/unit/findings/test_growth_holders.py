@@ -192,3 +192,10 @@ def test_what_one_line_carries_on_for_several_is_one_cause(other: dict[str, Any]
     assert [name for name in ("A.p['x']", "A.p['y']") if name in finding.title] == names
     assert len(others) == 2 - len(names)
     assert ("12.00 MiB a step" in finding.title) == (len(names) == 2)
+
+
+@pytest.mark.parametrize(("number", "text"), [(2, "`p['0']` (x/train.py:9) or"), (3, "`p[...]` (x/train.py:9)")])
+def test_more_than_two_items_of_one_container_are_named_together(number: int, text: str) -> None:
+    holders = [LOSSES._replace(kind="", name=f"p['{place}']") for place in range(number)]
+    assert text in format_holders(*holders, word="or")
+    assert format_holders(*holders, word="or").count("p[") == (number if number == 2 else 1)

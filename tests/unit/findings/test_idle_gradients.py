@@ -73,3 +73,22 @@ def test_gradients_that_are_there_when_memory_runs_out() -> None:
     b.use()
     b.trace.ended_out_of_memory = True
     assert find_idle_storages(b.context(350 * MIB)) == [gradient]
+
+
+def test_the_step_that_has_used_them_is_named() -> None:
+    """Another optimizer has made a step at another line before."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.free(b.alloc(MIB, line="train.py:3 main"))
+    b.phase(PhaseKind.BACKWARD, 2)
+    gradient = b.new(100 * MIB // 4, owner=(Role.GRADIENT, "weight"))
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    b.free(b.alloc(MIB, line="train.py:9 main"))
+    b.use(gradient)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.free(b.alloc(300 * MIB))
+    b.phase(PhaseKind.OPTIMIZER_STEP, 3)
+    b.alloc(MIB, line="train.py:3 main")
+    b.free(gradient)
+    (finding,) = b.find()
+    assert "zero_grad() right after the optimizer's step at train.py:9," in finding.evidence[0].text

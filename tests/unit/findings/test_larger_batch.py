@@ -9,7 +9,7 @@ import pytest
 from memprof.findings.finding import Finding, Severity
 from memprof.findings.larger_batch import find
 from memprof.spec import TargetSpec
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import EventKind, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -93,3 +93,30 @@ def test_the_batches_of_a_spec_are_as_it_says() -> None:
 def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) -> None:
     finding = found(steps([20, 20, 120, 20], row=row))
     assert finding is not None and word in finding.evidence[0].text
+
+
+def lengths(sizes: Iterable[int]) -> TraceBuilder:
+    """Each step is given so many MiB, and its forward allocates twice that; memory runs out in the last."""
+    b = TraceBuilder()
+    for step, size in enumerate(sizes, 1):
+        batch = b.new(4, size, ROW // 4, op="aten._to_copy", line=LINE, owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        hidden = b.alloc(2 * size * MIB)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(batch, hidden)
+    while b.trace.events[-1].ref != hidden or b.trace.events[-1].kind is not EventKind.ALLOC:
+        b.trace.events.pop()
+    b.trace.ended_out_of_memory = True
+    return b
+
+
+@pytest.mark.parametrize(("last", "is_told"), [(149, False), (150, True)])
+def test_lengths_that_grow_until_memory_runs_out(last: int, *, is_told: bool) -> None:
+    """Sorted by length: the steps with at most the median one's fit."""
+    finding = found(lengths([80, 90, 100, 110, 120, last]), 400 * MIB)
+    assert (finding is not None) == is_told
+    if finding is not None:
+        assert finding.is_decisive
+        assert "steps with no larger batch than that allocate at most 300.00 MiB, this one at least 450.00 MiB" in (
+            finding.title
+        )

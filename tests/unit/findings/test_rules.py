@@ -211,3 +211,18 @@ def test_results_are_computed_once_for_a_context() -> None:
     b.new(1)
     first, second = b.context(), b.context()
     assert [count(first), count(first), count(second), count(first)] == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize(("kept_mib", "is_cause", "follows"), [(24, True, False), (25, True, True), (25, False, False)])
+@pytest.mark.parametrize("batch", ["larger-batch", "evaluation-batch", "later-step"])
+def test_a_large_batch_follows_what_is_kept_in_vain_from_a_quarter_of_the_peak_on(
+    batch: str, kept_mib: int, is_cause: bool, follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = Finding(batch, Severity.WARNING, "", 90 * MIB, (), (), is_decisive=True)
+    kept = Finding("idle-memory", Severity.WARNING, "", kept_mib * MIB, (), (), is_decisive=is_cause)
+    monkeypatch.setattr("memprof.findings.rules.RULES", {1: lambda _: [large], 2: lambda _: [kept]})
+    b = TraceBuilder()
+    b.alloc(100 * MIB)
+    first, second = find_all(b.context())
+    assert [first.id, second.id] == (["idle-memory", batch] if follows else [batch, "idle-memory"])
+    assert second.is_decisive == (is_cause and not follows)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import memprof
+from memprof.findings import memory_growth
 from memprof.findings.proposals import second_order
 from memprof.trace.events import NONE, GraphBackward, PhaseKind, Trace
 from memprof.units import MIB
@@ -77,3 +78,23 @@ def test_the_lines_are_recorded() -> None:
     trace = record(True)
     assert [trace.source_at(index).rpartition(" ")[2] for index in (call.source, call.caller)] == ["slope", "record"]  # type: ignore[union-attr]
     assert not [call for call in record(False).graph_backwards if call.source != NONE]
+
+
+@pytest.mark.parametrize(("other_mib", "is_told"), [(31, True), (32, False)])
+def test_weights_of_inner_steps_that_pile_up_need_no_graph(other_mib: int, is_told: bool) -> None:
+    """Most of what piles up is kept by the graphs of the gradients: 32 MiB of each step, beside so many others."""
+    b = TraceBuilder()
+    b.trace.sources.append("maml.py:7 adapt")
+    uses = {}
+    for step in range(1, 7):
+        b.phase(PhaseKind.FORWARD, step)
+        begin = len(b.trace.events)
+        b.phase(PhaseKind.BACKWARD, step)
+        graph, other = b.alloc(32 * MIB, op="aten.mul"), b.alloc(other_mib * MIB, line="maml.py:9 main")
+        end = len(b.trace.events)
+        b.trace.graph_backwards.append(GraphBackward(begin, end, 0, NONE))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        uses |= {graph: end, other: end + 1}
+    b.trace.last_uses = [uses[index] for index in range(len(b.trace.storages))]
+    fixes = [one.text for finding in memory_growth.find(b.context()) for one in finding.evidence if "fix" in one.text]
+    assert any("create_graph=False at maml.py:7" in text and ".detach()" in text for text in fixes) == is_told

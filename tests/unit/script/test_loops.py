@@ -16,10 +16,10 @@ from memprof.script.loops import (
     Loop,
     Position,
     count_loops_that_repeat,
+    count_rounds_left,
     estimate_total_steps,
     find_position,
     is_last_round,
-    is_second_half,
 )
 
 BEFORE = "i = 0\nargs = Namespace(steps=50, epochs=3)\nloader = [0] * 40\nconfig = {'steps': 60}\n"
@@ -56,24 +56,22 @@ def planned(text: str, stop: int = 4, **given: object) -> int | None:
 
 
 @pytest.mark.parametrize(
-    ("loops", "step", "is_near"),
+    ("loops", "step", "rounds"),
     [
-        ((), 5, False),
-        ((Loop(("a.py", 1)),), 5, False),  # of no known bounds
-        ((Loop(("a.py", 1), (Bound(10, 5, is_counter=True),)),), 5, False),
-        ((Loop(("a.py", 1), (Bound(None, 5),)),), 5, False),
-        ((Loop(("a.py", 1), (Bound(10, 3),)),), 9, False),
-        ((Loop(("a.py", 1), (Bound(10, 4),)),), 9, True),  # five of ten are done, with this one
-        ((Loop(("a.py", 1), (Bound(10, 9),)),), 9, True),  # the last: an evaluation may follow
-        ((Loop(("a.py", 1), (Bound(10),)),), 4, False),  # steps count the iterations
-        ((Loop(("a.py", 1), (Bound(10),)),), 5, True),
-        ((Loop(("a.py", 1), (Bound(10),)),), 10, True),
-        ((Loop(("a.py", 1), (Bound(10),)),), 11, False),  # but not in a second pass
-        ((Loop(("a.py", 1), (Bound(10, 9),)), Loop(("a.py", 2), (Bound(10, 0),))), 9, False),  # the innermost counts
+        ((), 5, None),
+        ((Loop(("a.py", 1)),), 5, None),  # of no known bounds
+        ((Loop(("a.py", 1), (Bound(10, 5, is_counter=True),)),), 5, None),
+        ((Loop(("a.py", 1), (Bound(None, 5),)),), 5, None),
+        ((Loop(("a.py", 1), (Bound(10, 3),)),), 9, (4, 6)),  # with this one
+        ((Loop(("a.py", 1), (Bound(10, 9),)),), 9, (10, 0)),
+        ((Loop(("a.py", 1), (Bound(10),)),), 4, (4, 6)),  # steps count the iterations
+        ((Loop(("a.py", 1), (Bound(10),)),), 10, (10, 0)),
+        ((Loop(("a.py", 1), (Bound(10),)),), 11, None),  # but not in a second pass
+        ((Loop(("a.py", 1), (Bound(10, 9),)), Loop(("a.py", 2), (Bound(10, 0),))), 9, (1, 9)),  # the innermost counts
     ],
 )
-def test_the_second_half_of_a_loop(loops, step, is_near):
-    assert is_second_half(Position(step, loops)) == is_near
+def test_the_rounds_of_a_loop(loops, step, rounds):
+    assert count_rounds_left(Position(step, loops)) == rounds
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,16 @@ def test_a_run_goes_on_to_an_evaluation_that_is_near(nears):
     assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears))
 
 
+def test_a_run_goes_on_to_an_evaluation_after_a_loop_that_ends_soon():
+    def progress(events, to_come, seconds=0.0):
+        return RunProgress(2, [5, 5], events, seconds, count_events_to_evaluation=lambda: to_come)
+
+    assert goes_on(RULE, progress(10_000, 39_999))
+    assert not goes_on(RULE, progress(10_000, 40_000))
+    assert not goes_on(RULE, progress(10_000, 1, 15.0))
+    assert not goes_on(RULE, progress(10_000, None))
+
+
 @pytest.mark.parametrize(("num_steps", "made", "ended"), [(4, 4, "exit"), (5, 2, "steps")])
 def test_a_run_goes_on_to_the_end_of_a_program_of_which_half_is_done(script, monkeypatch, num_steps, made, ended):
     monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)

@@ -177,3 +177,12 @@ def test_images_of_one_channel_are_no_beams(shape: tuple[int, ...]) -> None:
     b = TraceBuilder(PhaseKind.FORWARD)
     b.new(*shape, owner=(Role.INPUT, ""))
     assert micro_batch.find_batch_size(b.context()) == 4
+
+
+@pytest.mark.parametrize(("nodes", "is_batch"), [(1023, True), (1024, False)])
+def test_the_nodes_of_a_graph_are_no_batch(nodes: int, is_batch: bool) -> None:
+    """Its matrix [nodes x nodes] is an input beside their features."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(nodes, 32, owner=(Role.INPUT, ""))
+    b.new(nodes, nodes, owner=(Role.INPUT, ""))
+    assert (micro_batch.find_batch_size(b.context()) is not None) == is_batch

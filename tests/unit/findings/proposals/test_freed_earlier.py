@@ -137,4 +137,4 @@ def test_smoothed_targets_as_large_as_the_logits_are_not_needed(op: str, is_told
     b.phase(PhaseKind.BACKWARD)
     (proposal,) = chunked_loss.propose(b.context())
     assert ("label_smoothing" in proposal.change) == is_told
-    assert proposal.source == ("loss.py:4 smooth" if is_told else "model.py:8 forward")
+    assert proposal.source == ("loss.py:4 smooth" if is_told else "loss.py:5 smooth")  # else of the log_softmax

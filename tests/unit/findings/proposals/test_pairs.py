@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memprof.findings import Context
-from memprof.findings.proposals import pairs, vmap
+from memprof.findings.proposals import joined_pairs, pairs, vmap
 from memprof.trace.events import NONE, Caller, EvalCall, EventKind, Forward, PhaseKind, VmapCall
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import figures
@@ -128,3 +130,65 @@ def test_pairs_in_such_a_call_are_not_its_own() -> None:
     assert list(pairs.propose(b.context()))
     b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), 1024, "jacrev", 0))
     assert not list(pairs.propose(b.context()))
+
+
+@pytest.mark.parametrize(("points", "is_told"), [(255, False), (256, True)])
+def test_pairs_of_the_points_of_each_sample(points: int, is_told: bool) -> None:
+    """What a linear layer makes of them has a row for each pair of all samples."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(16, points, 6, op="aten.randn")
+    b.new(16, points, points, 6, op="aten.sub", line="net.py:4 forward")
+    b.new(16 * points * points, 512, op="aten.addmm", line="net.py:5 forward")  # two chunks
+    proposal = only(pairs.propose(b.context()))
+    assert proposal.change.startswith("pairs of each point with its nearest alone, not with all 256; or") == is_told
+    assert ("128 of the 256 rows along dimension 1" if is_told else "8 of the 16 rows") in proposal.change
+    assert proposal.trace.storages[2].num_bytes == 16 * points * points * 512 * 4 // 2
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(1023, False), (1024, True)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_pairs_with_all_rows_of_an_embedding_table(rows: int, is_told: bool, trains: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.parameter("items.weight", rows, 8)
+    b.new(512, 8, op="aten.embedding")
+    b.new(512, rows, 64, op="aten.sub", line="net.py:4 score")
+    b.trace.trains = trains
+    b.phase(PhaseKind.BACKWARD if trains else PhaseKind.OTHER)
+    told = "pairs with the rows of `items.weight` that the loss takes (sampled negatives), not with all"
+    assert (told in only(pairs.propose(b.context())).change) == (is_told and trains)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_told"), [((4096, 4096, 8), True), ((512, 512, 512), False), ((4096, 512, 512), False)]
+)
+def test_distances_have_features_in_their_last_dimension(shape: tuple[int, ...], is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(shape[0], 8, op="aten.randn")
+    b.new(*shape, op="aten.sub")
+    assert ("torch.cdist" in only(pairs.propose(b.context())).change) == is_told
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        ({}, True),
+        ({"items": 64}, True),
+        ({"items": 63}, False),
+        ({"rows": 100 * 100 + 1}, False),  # no square
+        ({"width": 24}, False),  # not twice that of the tensors before
+        ({"op": "aten.stack"}, False),
+        ({"of": 99}, False),  # nothing has as many rows as there are items
+    ],
+)
+def test_features_of_all_pairs_that_are_joined(change: dict[str, Any], is_told: bool) -> None:
+    known = {"items": 100, "width": 16, "op": "aten.cat"} | change
+    items = known["items"]
+    rows = known.get("rows", items * items)
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(known.get("of", items), 8)
+    b.new(rows, 8, op="aten.index_select")
+    b.new(rows, 8, op="aten.repeat")
+    b.new(rows, known["width"], op=known["op"], line="gat.py:32 prepare")
+    found = listed(joined_pairs.propose(b.context()))
+    assert [one.trace.storages[3].num_bytes for one in found] == [rows * 4] * is_told
+    assert all(f"([{items}, 1] + [1, {items}])" in one.change and "gat.py:32" in one.change for one in found)
