@@ -25,7 +25,6 @@ class _Batch(NamedTuple):
     storage: int
     usual: int  # a storage of the median size
     step: int
-    times: float
     larger: frozenset[int]  # all steps whose counterparts are larger than the median one
 
 
@@ -93,10 +92,9 @@ def _iterate_larger(context: Context) -> Iterator[_Batch]:
         if peak_step in by_step and len(others) >= MIN_OTHER_STEPS and not is_search:
             usual = statistics.median_low((trace.storages[index].num_bytes, index) for index in others)[1]
             usual_bytes = trace.storages[usual].num_bytes
-            times = trace.storages[by_step[peak_step]].num_bytes / max(1, usual_bytes)
             larger = (step for step, index in by_step.items() if trace.storages[index].num_bytes > usual_bytes)
-            if times >= MIN_TIMES:
-                yield _Batch(by_step[peak_step], usual, peak_step, times, frozenset(larger))
+            if trace.storages[by_step[peak_step]].num_bytes >= MIN_TIMES * max(1, usual_bytes):
+                yield _Batch(by_step[peak_step], usual, peak_step, frozenset(larger))
 
 
 def _find_peak_without(context: Context, batch: _Batch) -> int:

@@ -117,6 +117,4 @@ def test_lengths_that_grow_until_memory_runs_out(last: int, *, is_told: bool) ->
     assert (finding is not None) == is_told
     if finding is not None:
         assert finding.is_decisive
-        assert "steps with no larger batch than that allocate at most 300.00 MiB, this one at least 450.00 MiB" in (
-            finding.title
-        )
+        assert finding.title.endswith("steps with no larger batch allocate at most 300.00 MiB")
