@@ -335,7 +335,8 @@ def describe_holder(holder: Holder) -> str:
 def format_holders(*holders: Holder | None, word: str = "and") -> str:
     """Return text that names the first of `holders` and the lines that fill them, joined by `word`, for the end of a
     title; "" if all are None."""
-    named: dict[tuple[str, str, str | None, int], list[Holder]] = defaultdict(list)  # of one container, else each on its own
+    # Items of one container together, all others each on its own.
+    named: dict[tuple[str, str, str | None, int], list[Holder]] = defaultdict(list)
     for place, holder in enumerate(holders):
         if holder is not None:
             name, bracket, _ = holder.name.partition("[")
