@@ -205,4 +205,5 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
                 f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
             )
     on_host = "keep .cpu() of each batch, or only" if has_host_memory(context) else "keep of each batch only"
-    return growth.holder_fix_evidence(holder, f"{on_host} what the metric needs of it (such as its argmax)")
+    needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
+    return growth.holder_fix_evidence(holder, f"{on_host} {needed}")

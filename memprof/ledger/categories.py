@@ -77,7 +77,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     names = {f"{trace.modules[index].path}.weight" for index in heads}
     weights_of_heads = (trace.storages[i] for i, owner in trace.owners.items() if owner.name in names)
     head_rows = next((storage.shape[0] for storage in weights_of_heads), vocab_size)
-    early_frees = {ref for kind, ref in trace.events[:first_forward] if kind is _FREE}
+    # Not what is freed as a run unwinds that has ended out of memory.
+    early_frees = {ref for kind, ref in trace.events[: min(first_forward, _find_end(trace))] if kind is _FREE}
     scores = _find_scores(trace)
     given = (trace.storages[index] for index, owner in trace.owners.items() if owner.role is Role.INPUT)
     inputs = {(storage.source, storage.op) for storage in given}
@@ -258,14 +259,19 @@ class _NextBatches:
         return bisect.bisect(self._begins, death) - bisect.bisect(self._begins, birth) == 1
 
 
+def _find_end(trace: Trace) -> int:
+    """Return the number of events of a run up to its end; if that is out of memory, up to the last allocation."""
+    alloc_times = [time for time, (kind, _) in enumerate(trace.events) if kind is _ALLOC]
+    return alloc_times[-1] + 1 if trace.ended_out_of_memory and alloc_times else len(trace.events)
+
+
 def _find_outliving_storages(trace: Trace) -> set[int]:
     """Return the indices of storages that are still live when the module call that allocated them returns.
 
     A storage freed inside that call is a temporary. Storages allocated outside modules all count as outliving, and so
     do storages that are live when the run ends out of memory.
     """
-    alloc_times = [time for time, (kind, _) in enumerate(trace.events) if kind is _ALLOC]
-    end = alloc_times[-1] + 1 if trace.ended_out_of_memory and alloc_times else len(trace.events)
+    end = _find_end(trace)
     outliving: set[int] = set()
     call_stack: list[set[int]] = [set()]
     call_of_storage: dict[int, set[int]] = {}

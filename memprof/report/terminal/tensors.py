@@ -27,8 +27,7 @@ def merge_equal_tensors(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
 
 def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: bool = True) -> Text:
     """Return the origin of a tensor: category, name or module, operator, and source line; shorter `in_table`."""
-    module = tensor.module or ""
-    owner = tensor.name or module * bool(module.strip("*."))  # numbers alone, of several modules, say nothing
+    owner = tensor.name or (tensor.module or "").lstrip("*.")  # numbers at its begin, of several modules, say nothing
     words = [tensor.category if with_category else "", f"{'of module ' * owner.isdecimal()}{owner}"]
     text = Text(" ".join(filter(None, words)))
     operator = name_operator(tensor.op)

@@ -628,3 +628,13 @@ def test_what_piles_up_in_a_container_is_kept_by_the_program(kind: str, line: in
     b.trace.holders.append(Holder(9, kind, "outputs", None, False, None, seen, 0, 0, None))
     later = b.new(5, line=f"train.py:{line} main")
     assert (categories_of(b, later) == [Category.KEPT]) is is_kept
+
+
+@pytest.mark.parametrize(("ended_out_of_memory", "category"), [(True, INPUTS), (False, TEMPORARIES)])
+def test_what_is_loaded_until_memory_runs_out_is_no_temporary(ended_out_of_memory: bool, category: Category) -> None:
+    """It is freed as the run unwinds."""
+    b = TraceBuilder()
+    loaded, _ = b.new(5, op="torch.load"), b.new(5, op="torch.load")
+    b.free(loaded)
+    b.trace.ended_out_of_memory = ended_out_of_memory
+    assert categories_of(b, loaded) == [category]

@@ -77,5 +77,8 @@ def test_origin(op: str, name: str | None, text: str) -> None:
     assert render_origin(tensor).plain == text
     numbered = render_origin(replace(tensor, module="1")).plain
     assert numbered == text.replace("activations layer", "activations of module 1")
+    masked = {module: render_origin(replace(tensor, module=module)).plain for module in ("*", "*.net.*")}
+    assert masked["*"] == text.replace("activations layer", "activations")
+    assert masked["*.net.*"] == text.replace("activations layer", "activations net.*")
     called = render_origin(replace(tensor, caller="b.py:9 main")).plain
     assert called == text + ", called at b.py:9" * (name is None)
