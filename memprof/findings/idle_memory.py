@@ -31,13 +31,27 @@ from memprof.findings.idle_storages import (
     make_key,
 )
 from memprof.findings.lifetimes import Saving
+from memprof.findings.proposals.messages import GATHERS
 from memprof.findings.waiting_models import WaitingModels, find_waiting_models
 from memprof.findings.weight_snapshots import find_cloned_weights, find_reread_snapshots, find_snapshots
 from memprof.ledger.stages import describe_name, format_stage
-from memprof.trace.events import NONE, ROLES_OF_MODELS, CycleKind, EventKind, Forward, Holder, PhaseKind, Role, Trace
+from memprof.trace.events import (
+    NONE,
+    ROLES_OF_MODELS,
+    CycleKind,
+    EventKind,
+    Forward,
+    Holder,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+)
 from memprof.units import MIB, format_bytes
 
 MIN_SHARE = 0.05  # of the peak: found when the peak would be lower by at least this and MIN_BYTES
+
+MIN_TIMES = 8  # as many bytes as what is gathered of it has a tensor that is computed for more than is used
 
 MIN_MODEL_BYTES = 256 * MIB  # a model that is no longer used is found from here on, even if the peak is elsewhere
 
@@ -355,11 +369,31 @@ def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Gr
         if is_variable
         else f"drop the tensors of `{holder.name}` after their use"
     )
+    taken = _find_taken(trace, max(storages, key=lambda index: trace.storages[index].num_bytes))
     if edit is not None:
         fix = f"{_LOAD_FIX}, or {fix}"
+    elif taken is not None:
+        line, shape = file_and_line(trace.source_line(taken)), format_shape(taken.shape)
+        fix = f"choose the elements that {line} takes ({shape}) first, and compute these alone; or {fix}"
     elif is_variable and holder.source is not None:
         edit = Edit(EditKind.DELETE, holder.source, variable)
     return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit)
+
+
+def _find_taken(trace: Trace, index: int) -> Storage | None:
+    """Return what was gathered of the storage `index` in its last use, if that is at most 1 / MIN_TIMES of it."""
+    used, storage = trace.last_uses[index], trace.storages[index]
+    near = (event.ref for event in trace.events[max(used - 1, 0) : used + 1] if event.kind is EventKind.ALLOC)
+    results = (trace.storages[ref] for ref in near if ref > index)
+    return next(
+        (
+            one
+            for one in results
+            if trace.op(one) in GATHERS and len(one.shape) == len(storage.shape) and one.dtype == storage.dtype
+            if one.num_bytes * MIN_TIMES <= storage.num_bytes
+        ),
+        None,
+    )
 
 
 def _format_holder(holder: Holder) -> str:

@@ -24,6 +24,7 @@ BY_DAY = (
     "functorch_1058",
     "minimize_39",
     "pinot_23",
+    "point_transformer_5",
     "pyg_459",
     "pyg_5101",
     "pytorch_2225",

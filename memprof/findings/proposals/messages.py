@@ -10,7 +10,7 @@ from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Trace
 
-_GATHERS = {"aten.index", "aten.index_select", "aten.gather", "aten.embedding"}
+GATHERS = {"aten.index", "aten.index_select", "aten.gather", "aten.embedding"}
 
 MIN_NODES = 1024  # of a dense matrix, so that a size of the model is not taken for the number of nodes
 
@@ -29,7 +29,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     num_edges = largest.shape[0]
     messages = [i for i, other in enumerate(trace.storages) if len(other.shape) > 1 and other.shape[0] == num_edges]
-    gathered = next((i for i in messages if trace.op(trace.storages[i]) in _GATHERS), None)
+    gathered = next((i for i in messages if trace.op(trace.storages[i]) in GATHERS), None)
     if gathered is None:
         return
     sizes = dict.fromkeys(messages, 0)

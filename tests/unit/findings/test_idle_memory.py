@@ -264,3 +264,26 @@ def test_a_cache_of_keys_and_values_is_kept_by_its_variable(role: Role | None) -
         b.trace.owners[0] = Owner(role, "")
     (finding,) = b.find()
     assert "variable `out`" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("rows", "op", "is_told"),
+    [(8, "aten.index", True), (9, "aten.index", False), (8, "aten.gather", True), (8, "aten.mm", False)],
+)
+def test_what_is_computed_for_more_than_is_used(rows: int, op: str, is_told: bool) -> None:
+    """Of 64 rows some are gathered in the last use."""
+    b = UsesBuilder(PhaseKind.FORWARD)
+    rays = b.new(64, MIB // 2, line="rays.py:2 main")
+    b.use(rays)
+    b.new(rows, MIB // 2, op=op, line="rays.py:3 main")
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.FORWARD, 2)
+    b.alloc(300 * MIB)
+    b.free(rays)
+    b.trace.idle_holders.append(OUT._replace(storages=(rays,)))
+    (finding,) = b.find()
+    told = (
+        f"choose the elements that rays.py:3 takes ([{rows} x {MIB // 2}]) first, and compute these alone; or `del out`"
+    )
+    assert (told in finding.evidence[0].text) == is_told
+    assert (finding.edit is None) == is_told
