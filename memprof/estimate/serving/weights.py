@@ -80,8 +80,6 @@ def _read_format(entry: Mapping[str, Any] | None) -> str | None:
         return "gptq8" if entry.get("bits") == 8 else "gptq"
     if method == "fp8":
         return "fp8-block" if entry.get("weight_block_size") else "fp8"
-    if method in ("awq", "mxfp4", "bitsandbytes"):
-        return method
     if method == "modelopt":
         return "nvfp4" if "FP4" in str(entry.get("quant_algo", "")).upper() else "fp8"
     if method == "compressed-tensors":

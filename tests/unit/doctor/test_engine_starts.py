@@ -238,15 +238,19 @@ def test_a_failed_start_has_both() -> None:
     assert budget.weights_bytes == int(14.99 * GIB)
 
 
-def test_adapters_that_took_the_room() -> None:
+@pytest.mark.parametrize(("slots", "fewer"), [(8, 4), (2, 1), (1, None)])
+def test_adapters_that_took_the_room(slots: int, fewer: int | None) -> None:
     log = (
-        "INFO non-default args: {'model': 'x', 'enable_lora': True, 'max_loras': 8}\nValueError: To serve at least "
-        "one request with the models's max seq len (4096), (0.22 GiB KV cache is needed, which is larger than the "
+        f"INFO non-default args: {{'model': 'x', 'enable_lora': True, 'max_loras': {slots}}}\nValueError: To serve at "
+        "least one request with the models's max seq len (4096), "
+        "(0.22 GiB KV cache is needed, which is larger than the "
         "available KV cache memory (0.09 GiB). Based on the available memory, the estimated maximum model length is "
         "1664.\n"
     )
     diagnoses, _ = diagnose_log(io.BytesIO(log.encode()), "server.log")
-    assert any("--max-loras 4" in step.command for step in diagnoses[0].steps)
+    found = [step for step in diagnoses[0].steps if "--max-loras" in step.command]
+    assert [step.command.endswith(f"--max-loras {fewer}") for step in found] == [True] * (fewer is not None)
+    assert all(f"; {fewer} instead" in step.what for step in found)
 
 
 def test_colors_are_no_part_of_a_figure() -> None:

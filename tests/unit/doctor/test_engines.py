@@ -9,8 +9,6 @@ import pytest
 from memprof.doctor import Diagnosis, diagnose
 from memprof.doctor.engines.engine import round_fraction_down, round_fraction_up
 
-DOCS = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
-
 
 def diagnosis(text: str) -> Diagnosis:
     return diagnose(io.BytesIO(text.encode()), "log")[0]
@@ -18,17 +16,6 @@ def diagnosis(text: str) -> Diagnosis:
 
 def commands(text: str) -> list[str]:
     return [step.command for step in diagnosis(text).steps]
-
-
-def has(option: str, text: str) -> bool:
-    return any(option in command for command in commands(text))
-
-
-def cache_error(needed: str, available: str, length: int = 32768, rest: str = "") -> str:
-    return (
-        f"ValueError: To serve at least one request with the models's max seq len ({length}), ({needed} GiB KV cache "
-        f"is needed, which is larger than the available KV cache memory ({available} GiB). {rest}"
-    )
 
 
 def torch_error(frames: str = "", tried: str = "1.00 GiB", free: str = "0.50 GiB", total: str = "80.00 GiB") -> str:
@@ -58,70 +45,6 @@ def test_hundredths(fraction: float, down: float, up: float):
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("needed", "available", "is_offered"),
-    [("6.00", "3.01", True), ("6.00", "3.00", False), ("6.00", "2.99", False), ("24.00", "9.97", False)],
-)
-def test_half_the_bytes_of_a_cache_are_offered_where_they_fit(needed: str, available: str, is_offered: bool):
-    assert has("--kv-cache-dtype fp8", cache_error(needed, available)) == is_offered
-
-
-@pytest.mark.parametrize(("tokens", "is_offered"), [(15000, True), (14999, False)])
-def test_half_the_bytes_by_tokens(tokens: int, is_offered: bool):
-    text = (
-        "The model's max seq len (30000) is larger than the maximum number of tokens that can be stored in KV cache "
-        f"({tokens})."
-    )
-    assert has("--kv-cache-dtype fp8", text) == is_offered
-
-
-def test_a_length_in_proportion_is_of_whole_blocks_and_never_too_long():
-    (length,) = [
-        int(command.split()[-1]) for command in commands(cache_error("8.00", "3.00")) if "--max-model" in command
-    ]
-    assert length % 16 == 0 and length <= 32768 * 3.0 / 8.0
-
-
-GPU_LINE = "total_gpu_memory (79.10GiB) x gpu_memory_utilization ({}) = 71.19GiB\n"
-
-
-@pytest.mark.parametrize(
-    ("fraction", "missing", "option"),
-    [
-        ("0.90", 4.0, "--gpu-memory-utilization 0.96"),  # 0.9 + 4 / 79.1 = 0.9506
-        ("0.90", 6.3, "--gpu-memory-utilization 0.98"),  # 0.9797
-        ("0.90", 6.4, ""),  # 0.981: nothing is left for the context
-        ("0.50", 0.1, "--gpu-memory-utilization 0.51"),
-    ],
-)
-def test_the_fraction_is_computed_from_the_gpu_that_the_log_names(fraction: str, missing: float, option: str):
-    text = GPU_LINE.format(fraction) + cache_error(f"{10 + missing:.2f}", "10.00")
-    assert [c for c in commands(text) if "--gpu-memory-utilization" in c] == (
-        [f"vllm serve MODEL {option}"] if option else []
-    )
-
-
-@pytest.mark.parametrize(
-    ("before", "rest", "is_offered"),
-    [
-        ("", "", False),
-        ("", DOCS, True),
-        ("vLLM API server version 0.10.2\n", DOCS, False),
-        ("vLLM API server version 0.11.0\n", "", True),
-        ("vLLM API server version 0.9.1\n", "", False),
-    ],
-)
-def test_bytes_of_the_cache_are_an_option_of_recent_releases(before: str, rest: str, is_offered: bool):
-    assert has("--kv-cache-memory-bytes", before + cache_error("6.00", "5.00", rest=rest)) == is_offered
-
-
-@pytest.mark.parametrize(("missing", "is_offered"), [("1.00", True), ("5.70", True), ("5.80", False)])
-def test_without_the_gpu_s_size_a_larger_fraction_is_offered_if_there_are_such_gpus(missing: str, is_offered: bool):
-    """From 0.92 to 0.95, 5.8 GiB take a GPU of 193 GiB."""
-    text = cache_error(f"{float(missing) + 10:.2f}", "10.00")
-    assert has("--gpu-memory-utilization 0.95", text) == is_offered
 
 
 def test_weights_in_another_process():
@@ -177,11 +100,6 @@ def test_lines_of_the_log_say_that_the_cache_was_allocated(line: str, is_after_c
 def test_code_that_uses_an_engine_is_not_the_engine():
     frames = frames_of("generate") + '  File "/w/train.py", line 3, in step\n    loss.backward()\n'
     assert diagnosis(torch_error(frames)).source == "torch"
-
-
-def test_the_model_and_the_gpus_of_the_log_are_in_the_commands():
-    text = "vllm serve Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 2\n" + cache_error("6.00", "5.00")
-    assert "vllm serve Qwen/Qwen2.5-7B-Instruct --tensor-parallel-size 4" in commands(text)
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,13 @@ def test_what_hooks_keep_in_training_mode_and_no_later_call_uses(uses: str, is_t
         assert "call eval() before eval.py:5" in one.evidence[-1].text and one.evidence[-1].source == CALL
 
 
+def test_eval_is_to_come_before_the_last_of_calls_at_two_lines() -> None:
+    b = accumulated(number=4, training=True, num_outputs=0)
+    b.free(b.call(2 * MIB, 4 * MIB, training=True, num_outputs=0, line="eval.py:8 main")[1])
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    assert "before eval.py:8" in only(evaluation_accumulates.find(b.context())).evidence[-1].text
+
+
 @pytest.mark.parametrize("is_held", [True, False])
 def test_what_hooks_keep_in_eval_mode_counts_if_something_was_seen_to_keep_it(is_held: bool) -> None:
     b = accumulated(num_outputs=0)

@@ -515,6 +515,7 @@ def test_what_is_said_of_a_live_tensor(build: TraceBuilder) -> None:
         {"num_bytes": 1024},
         {"phase": 1},
         {"module": 1},
+        {"hidden": True},  # a library has it
     ],
 )
 def test_tensors_are_alike_in_all_that_is_said_of_them(build: TraceBuilder, changes: dict[str, object]) -> None:

@@ -157,6 +157,15 @@ STEPS: list[Callable[[torch.Tensor, int], torch.Tensor]] = [
 ]
 
 
+def test_sums_of_equal_numbers_are_known_however_many_there_are(gpu: VirtualGpu) -> None:
+    twos = torch.full((3000, 3000), 2.0, device="cuda")
+    assert (twos.sum().item(), twos.sum(0)[3].item(), twos.mean().item()) == (18e6, 6000.0, 2.0)
+    assert torch.count_nonzero(twos).item() == 9_000_000
+    threes = torch.full((3000, 3000), 3, device="cuda")
+    assert (threes.sum().item(), threes.sum(0)[3].item()) == (27_000_000, 9000)
+    assert threes.fill_(torch.tensor(4, device="cuda")).sum().item() == 36_000_000
+
+
 @settings(max_examples=examples(120), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     values=st.lists(st.integers(-9, 9), min_size=1, max_size=8),

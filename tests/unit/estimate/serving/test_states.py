@@ -84,6 +84,8 @@ def test_sizes_of_caches() -> None:
     full = {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 64}
     window = CachedLayer(WINDOW, 2, 12, 64)
     assert build_served_model(full, "tiny").layers[1:3] == (window, CachedLayer(FULL, 1, 24))
+    del full["sliding_window"]
+    assert build_served_model(full, "tiny").layers[1] == CachedLayer(WINDOW, 2, 12, 0)
     del full["global_head_dim"], full["attention_k_eq_v"]  # those heads are of layers whose values are their keys
     assert build_served_model(full, "tiny").layers[2] == CachedLayer(FULL, 2, 512)
     assert set(build_served_model(LATENT, "tiny").layers) == {CachedLayer("latent", 1, 64 + 8)}

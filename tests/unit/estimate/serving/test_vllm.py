@@ -98,6 +98,16 @@ def test_blocks_of_latent_vectors_are_larger_where_flashmla_runs(gpu: str, block
     assert compute("deepseek-v2-lite", gpu, context_length=1024).block_size == block_size
 
 
+def test_prefixes_are_cached_and_images_profiled_unless_that_is_switched_off() -> None:
+    """With prefix caching, a request has two states in each layer that keeps one."""
+    plain = compute("Qwen/Qwen3.5-4B", "l4", context_length=4096)
+    assert plain == compute("Qwen/Qwen3.5-4B", "l4", context_length=4096, prefix_caching=True, profiles_images=True)
+    without = compute("Qwen/Qwen3.5-4B", "l4", context_length=4096, prefix_caching=False)
+    assert (without.concurrency or 0) > (plain.concurrency or 0) and without.kv_cache_bytes == plain.kv_cache_bytes
+    text = compute("Qwen/Qwen3.5-4B", "l4", context_length=4096, profiles_images=False)
+    assert (text.weights_bytes or 0) < (plain.weights_bytes or 0)
+
+
 def test_a_published_log() -> None:
     total = int(79.19 * GIB)
     budget = compute(

@@ -8,7 +8,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.estimate.serving.lookup import load_served_model
-from memprof.estimate.serving.model import build_served_model
+from memprof.estimate.serving.model import _BASE_FAMILIES, build_served_model
 from memprof.estimate.serving.weights import (
     WeightFormat,
     _count_rotary_bytes,
@@ -81,6 +81,43 @@ NEMOTRON = {
 def test_counts_of_layers_of_several_kinds(config: dict[str, object], count: int) -> None:
     """As transformers 5.23 makes the model; of Gemma 4 with a scalar of each layer, and without one norm of 8."""
     assert sum(part.count * part.copies for part in list_parts(build_served_model(config, "tiny"))) == count
+
+
+BLOCKS = {
+    "attention": "qkv, attention output, compression, queries, keys, values",
+    "state": "state input, state output", "mlp": "MLP up, MLP down, wide MLP up, wide MLP down",
+    "experts": "experts' up, experts' down", "shared expert": "shared expert's up, shared expert's down",
+    "": "embedding, output head, attention biases, routers, state's own, norms, embeddings of each layer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NEMOTRON | {"hybrid_override_pattern": "ME*-"},
+        GEMMA_4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
+        LLAMA | {"model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                 "v_head_dim": 24, "q_lora_rank": 32},
+    ],
+)  # fmt: skip
+def test_parts_that_quantization_makes_smaller(config: dict[str, object]) -> None:
+    for part in list_parts(build_served_model(config, "tiny")):
+        assert part.name == "projections of each layer" or part.name in BLOCKS[part.block]
+
+
+FAMILIES = {
+    "llama": "llama granite gemma gpt_oss deepseek_v2 deepseek_v3 kimi_k2 nemotron_h", "mistral": "mistral mixtral",
+    "qwen2": "qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen2_5_vl_text qwen2_vl_text mimo_vl",
+    "qwen3": "qwen3 qwen3_moe glm4_moe qwen3_next qwen3_5_text qwen3_5_moe_text minimax_m2 qwen3_vl_text "
+    "qwen3_vl_moe_text",
+    "gemma3_text": "gemma3_text gemma4_text gemma4_unified_text", "gemma2": "gemma2", "phi3": "phi3", "olmo2": "olmo2",
+    "gpt2": "gpt2", "gpt_neox": "gpt_neox", "opt": "opt", "phi": "phi",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", FAMILIES)
+def test_families_whose_attention_and_mlp_are_those_of_another(base: str) -> None:
+    assert {_BASE_FAMILIES.get(family) for family in FAMILIES[base].split()} == {base}
 
 
 def test_ranks_divide_matrices_and_repeat_keys() -> None:

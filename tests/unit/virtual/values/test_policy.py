@@ -156,3 +156,15 @@ def test_results_are_computed_on_the_cpu_wherever_they_are_wanted(values):
     assert values.evaluator.are_known({"x": [(tensor, 5)]}) and not values.evaluator.are_known({"x": [(meta(3),)]})
     with pytest.raises(LookupError):
         values.evaluator.find_known_values([meta(3)])
+
+
+@pytest.mark.parametrize(("operator", "is_kept"), [
+    *((operator, True) for operator in (aten._to_copy.default, aten.clone.default, aten.ne.Scalar, aten.eq.Scalar,
+                                        aten.gt.Scalar, aten.ge.Scalar)),
+    (aten.lt.Scalar, False), (aten.mul.Tensor, False),
+])  # fmt: skip
+def test_a_mask_of_a_mask_has_its_share_of_ones(values, operator, is_kept):
+    mask, other = meta(1 << 20, 32), meta(1 << 20, 32)
+    values.store.set_density(mask, 0.25)
+    values.policy.assume_results(operator, (mask,), {}, [other])
+    assert values.store.get_density(other) == (0.25 if is_kept else None)
