@@ -52,7 +52,10 @@ def find(context: Context) -> list[Finding]:
     if len({math.prod(trace.storages[index].shape) for index in most.storages}) > 1:  # such as chunks of the others
         shape_text = f"up to {shape_text}"
     line = evidence.find_own_line(trace, find_first_logits(trace, copies))
-    place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}"
+    losses = (index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax")
+    loss_line = next((evidence.find_own_line(trace, index) for index in losses), line)
+    loss = "" if loss_line == line else f", with a log_softmax at {evidence.file_and_line(loss_line)}"
+    place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}{loss}"
     title = (
         f"Logits: {_name_kinds(trace, most.storages)} of {shape_text}{place}, "
         f"{format_bytes(most.num_bytes)} live at once ({comparison})"

@@ -147,7 +147,7 @@ def test_copies_of_logits_where_most_are_live_and_at_the_peak() -> None:
     finding = only(logits.find(b.context()))
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 5 * GIB)
     assert all_figures(finding) == [
-        ["float32", "[8192 x 65536]", "model.py:30", "5.00 GiB", "82%", "3.00 GiB"],
+        ["float32", "[8192 x 65536]", "model.py:30", "loss.py:6", "5.00 GiB", "82%", "3.00 GiB"],
         ["float32", "[2 x 4096 x 65536]", "float32", "2.00 GiB", "aten._to_copy", "loss.py:5", "1"],
         ["[2 x 4096 x 65536]", "float32", "2.00 GiB", "aten._log_softmax", "loss.py:6", "1"],
         ["[2 x 4096 x 65536]", "bfloat16", "1.00 GiB", "aten.mm", "model.py:30", "1"],
