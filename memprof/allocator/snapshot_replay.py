@@ -341,10 +341,10 @@ class _DeviceReplay:
     def report(self, index: int, problem: str) -> None:
         if self.first_difference is None:
             trace_index = self.places[index] if index < len(self.events) else self.end
-            self.first_difference = ReplayDifference(self.device, trace_index, problem, self.find_reason())
+            self.first_difference = ReplayDifference(self.device, trace_index, problem, self.find_reason(index))
 
-    def find_reason(self) -> str:
-        """Return why the file does not determine the replay; empty if there is no reason."""
+    def find_reason(self, index: int) -> str:
+        """Return why the file does not determine the replay of the event `index`; empty if there is no reason."""
         if self.state.contradictions:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.num_ambiguous:
@@ -353,7 +353,17 @@ class _DeviceReplay:
             return "the address space of the expandable segments that were there at the beginning is not recorded"
         if self.choices:
             return f"what gave memory back at event {self.places[max(self.choices)]} is not recorded"
+        if index < len(self.events) and self.events[index].action is Action.OOM and self._may_have_waited(index):
+            return "the frees that this request has waited for are not told apart from those before it"
         return ""
+
+    def _may_have_waited(self, index: int) -> bool:
+        """Return whether the request of event `index`, which was refused, may have waited for the frees right before
+        it, or before the recording: it has not looked at these blocks."""
+        removals = {ACTION_CODES[action] for action in SEGMENT_REMOVALS}
+        while index > 0 and self.events.actions[index - 1] in removals:
+            index -= 1
+        return index == 0 or self.events.actions[index - 1] == FREE_COMPLETED
 
 
 def _layout(segments: Sequence[SnapshotSegment]) -> list[tuple[object, ...]]:

@@ -69,6 +69,8 @@ def test_whole_recording(text, seed):
 @example(seed=3, part=0.5)
 @example(seed=4, part=0.8)
 @example(seed=26974736, part=0.0)  # with max-split: everything is free at its end
+@example(seed=265800, part=0.0)  # a refusal alone, without the frees that it has waited for
+@example(seed=74840, part=0.1)  # a refusal after a free that it has waited for
 def test_recording_that_begins_anywhere(text, seed, part):
     recorder = run(text, seed)
     # One event at least: without any, and with no memory left at the end, there is nothing to replay.
