@@ -309,8 +309,8 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
     text = (
-        f"fix: call backward() after each call at {file_and_line(source)}, or after fewer than these, if their losses "
-        "do not need each other; or call it under torch.no_grad() if none follows (the rollout of a policy)"
+        f"fix: fewer calls at {file_and_line(source)} before each backward() (one, if their losses do not need each "
+        "other); or these calls under torch.no_grad(), if no backward() follows them"
     )
     return Evidence(text, source=source)
 

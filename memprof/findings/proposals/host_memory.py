@@ -61,7 +61,7 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
     change = f"keep {where} in host memory (.cpu()), and move the rows of each step to the GPU"
     if _is_made_of_less(context, largest):
-        change = f"choose the rows of each step, and make these alone of the smaller tensors there, not all of {where}"
+        change = f"make the rows of one step at a time, when it needs them, instead of all of {where}"
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(storage))
 
 

@@ -2,7 +2,7 @@
 # resolved: fewer windows (step_size), or a shorter series.
 # run: --gpu-vram 10
 # first: does-not-fit
-# fix: choose the rows
+# fix: the rows of one step
 # not: micro-batch
 import torch
 from torch import nn

@@ -2,7 +2,7 @@
 # resolved: fewer moves before a backward.
 # run: --gpu-vram 5
 # first: memory-growth
-# fix: after fewer than these
+# fix: fewer calls
 # also: fragmentation
 # not: micro-batch
 import torch

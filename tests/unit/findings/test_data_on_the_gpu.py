@@ -81,4 +81,4 @@ def test_windows_are_made_of_less(mib: int, op: str, is_told: bool) -> None:
     b.phase(PhaseKind.FORWARD)
     b.new(8, 1024)
     (proposal,) = host_memory.propose_data(b.context())
-    assert proposal.change.startswith("choose the rows of each step, and make these alone") == is_told
+    assert proposal.change.startswith("make the rows of one step at a time") == is_told

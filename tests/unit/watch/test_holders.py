@@ -538,7 +538,7 @@ def test_what_joins_the_graphs_of_calls_where_memory_runs_out() -> None:
     assert finding.evidence[-1].source == holder.source
     context.ledger.trace.holders.clear()
     (finding,) = [one for one in find_all(dataclasses.replace(context)) if one.id == "memory-growth"]
-    assert "call backward() after each call at" in finding.evidence[-1].text  # the model's: the loss keeps little
+    assert "before each backward() (one" in finding.evidence[-1].text  # the model's: the loss keeps little
 
 
 def test_one_call_after_the_last_backward_is_no_sum() -> None:
