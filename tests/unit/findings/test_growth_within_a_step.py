@@ -72,7 +72,7 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     (finding,) = find(calls_before_one_backward(80).context(64 * MIB))
     assert finding.is_decisive and "grows by 1.00 MiB a call, to " in finding.title
     assert finding.severity is Severity.WARNING  # 1 MiB a call would be a note, if it were not the cause
-    assert finding.evidence[-1].text.startswith("fix: fewer calls at ")
+    assert finding.evidence[-1].text.startswith("fix: fewer calls at train.py:5")
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
     b = calls_before_one_backward(80)
     b.trace.may_train = False  # no backward is to come: it is an evaluation with gradients
