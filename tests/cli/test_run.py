@@ -293,7 +293,12 @@ TRAINS = "model(torch.ones(4, 8).cuda()).sum().backward(), optimizer.step()"
     [
         ("batches.put(torch.ones(4, 8).cuda())", True, 0, "stopped after "),
         (TRAINS, False, 0, "stopped after "),
-        ("kept.append(torch.ones(1 << 30, device='cuda'))", True, 3, "Does not fit: a real GPU runs out"),
+        (
+            "kept.append(torch.ones(1 << 30, device='cuda'))",
+            True,
+            3,
+            "Does not fit: out of memory at train.py:13 in produce()",
+        ),
         ("torch.ones(4, device='cuda').__dlpack__()", True, 1, "DLPack hands the tensor's data"),
     ],
     ids=["loads", "trains", "fills the GPU", "is refused"],

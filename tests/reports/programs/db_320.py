@@ -2,7 +2,7 @@
 # resolved: a smaller batch for the validation
 # run: --gpu rtx-2080-ti
 # first: evaluation-batch
-# fix: fewer samples
+# fix: samples at a time
 # also: fragmentation
 import torch
 from torch import nn

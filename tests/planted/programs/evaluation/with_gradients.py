@@ -1,10 +1,9 @@
 # Evaluation forgets no_grad, and has larger batches than training: their graphs do not fit.
 # fits: no
 # exit: 3
-# step: 7
 # run: --gpu-vram 2
 # why: 16,384 rows of 4096 are 256 MiB; the batch and the results of six layers and six tanh (a graph keeps six) are 7
-#      * 256. The forward has gradients, and so is the seventh step's.
+#      * 256. The forward has gradients, and is an evaluation's: of no step.
 import torch
 from torch import nn
 

@@ -168,3 +168,46 @@ def test_a_mask_of_a_mask_has_its_share_of_ones(values, operator, is_kept):
     values.store.set_density(mask, 0.25)
     values.policy.assume_results(operator, (mask,), {}, [other])
     assert values.store.get_density(other) == (0.25 if is_kept else None)
+
+
+def test_moderate_work_of_any_operator_is_on_integers_and_on_few_floats(values):
+    within, large = values.evaluator.is_within_budget, (1 << 20) + 1
+    assert within(aten.histc.default, [meta(large), meta(1 << 12, dtype=torch.float32)])
+    assert not within(aten.histc.default, [meta(large), meta((1 << 12) + 1, dtype=torch.float32)])
+    assert within(aten.histc.default, [meta(1 << 24), meta(large)])
+    assert not within(aten.histc.default, [meta((1 << 24) + 1), meta(1)])
+
+
+def test_a_fill_takes_the_value_of_a_tensor(values):
+    known, unknown = meta(), meta()
+    values.store.set(known, torch.tensor(5))
+    for given, expected in ((known, 5), (unknown, None), (7, 7)):
+        output = meta(3)
+        values.propagate(aten.fill.Tensor, (meta(3), given), {}, [output])
+        found = values.store.get_uniform_value(output)
+        assert (None if found is None else found.item()) == expected
+
+
+def test_triangles_of_another_value_are_other_ones(values):
+    for value in (1, 2):
+        square, output = meta(4, 4), meta(4, 4)
+        values.store.set_uniform(square, value)
+        values.propagate(aten.tril.default, (square,), {}, [output])
+        assert values.store.get(output).sum().item() == 10 * value
+
+
+def test_a_sum_of_equal_floats_is_computed(values):
+    halves, output = meta(5000, dtype=torch.float32), meta(dtype=torch.float32)
+    values.store.set_uniform(halves, 0.5)
+    values.propagate(aten.sum.default, (halves,), {}, [output])
+    assert values.store.get(output).item() == 2500
+
+
+def test_an_inner_product_of_unknown_vectors_is_unknown(values):
+    output = meta(dtype=torch.float32)
+    vectors = [meta(8, dtype=torch.float32) for _ in range(2)]
+    values.propagate(aten.dot.default, vectors, {}, [output])
+    assert values.store.get(output) is None
+    values.inner_products_are_one = True
+    values.propagate(aten.dot.default, vectors, {}, [output])
+    assert values.store.get(output).item() == 1
