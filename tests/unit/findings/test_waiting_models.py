@@ -61,6 +61,7 @@ def find(program: Callable[[], None], mib: int = 400) -> list[Finding]:
     return [one for one in findings if "take turns" in one.title]
 
 
+@pytest.mark.nightly
 def test_one_computes_and_the_others_wait() -> None:
     """13 weights take 208 MiB, and each client that has been trained 32 more: here the third one is."""
     (finding,) = find(take_turns, 360)
