@@ -47,11 +47,6 @@ def is_decisive(context: Context, needs: MemoryNeeds | None) -> bool:
     return saves_enough or not ledger.trace.ended_out_of_memory
 
 
-def describe_cure(context: Context) -> str:
-    """Return what is known of a run that would fit with a change: of one that memory ended not what comes later."""
-    return "the failed allocation succeeds" if context.ledger.trace.ended_out_of_memory else "the run fits"
-
-
 def has_host_memory(context: Context) -> bool:
     """Return whether the host has memory of its own, so that what is moved there leaves room on the GPU."""
     return context.ledger.trace.facts.device.unified_bytes is None

@@ -79,7 +79,7 @@ def _make_finding(context: Context, change: _Change) -> Finding | None:
     title = (
         f"{name} is trained in eval mode from step {step} on: model.train() is missing after {after}. In training mode "
         f"the run allocates at most {format_bytes(usual_bytes)}, in eval mode {format_bytes(ledger.peak_bytes)}, for "
-        f"activation checkpointing works in training mode alone"
+        "activation checkpointing works in training mode alone"
     )
     evidence = (
         Evidence(f"fix: call model.train() before training goes on, after {after}", source=source),

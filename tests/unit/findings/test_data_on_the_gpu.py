@@ -71,12 +71,13 @@ def test_inputs_and_labels_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mib", "op", "is_told"), [(8, "aten.index", False), (7, "aten.index", True), (7, "aten._to_copy", False)]
+    ("num_bytes", "op", "is_told"),
+    [(8 * MIB, "aten.index", False), (8 * MIB - 4, "aten.index", True), (8 * MIB - 4, "aten._to_copy", False)],
 )
-def test_windows_are_made_of_less(mib: int, op: str, is_told: bool) -> None:
+def test_windows_are_made_of_less(num_bytes: int, op: str, is_told: bool) -> None:
     """They take 64 MiB, and what is there when they are made so many."""
     b = TraceBuilder(PhaseKind.INPUTS)
-    b.alloc(mib * MIB, op="aten._to_copy")
+    b.alloc(num_bytes, op="aten._to_copy")
     b.new(16384, 1024, op=op, line="train.py:2 main")
     b.phase(PhaseKind.FORWARD)
     b.new(8, 1024)
