@@ -72,7 +72,7 @@ def test_inputs_and_labels_go_together() -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "op", "is_told"),
-    [(8 * MIB, "aten.index", False), (8 * MIB - 4, "aten.index", True), (8 * MIB - 4, "aten._to_copy", False)],
+    [(8 * MIB, "aten.index", False), (8 * MIB - 512, "aten.index", True), (8 * MIB - 512, "aten._to_copy", False)],
 )
 def test_windows_are_made_of_less(num_bytes: int, op: str, is_told: bool) -> None:
     """They take 64 MiB, and what is there when they are made so many."""
