@@ -18,6 +18,7 @@ from memprof.measured import MeasuredDevice
 from memprof.patching import PatchSet
 from memprof.script import EndReason, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
+from memprof.script.first_rounds import FirstRounds
 from memprof.script.launchers import ProcessStart
 from memprof.script.loops import (
     Position,
@@ -65,7 +66,7 @@ class _StopRecord:
         self._storages = 0
         self.engine: EngineBudget | None = None  # of the inference engine that the program has started last
         self._failure: Failure | None = None
-        self._positions: list[Position] = []  # positions in the program's loops, at ever fewer steps
+        self._rounds = FirstRounds()
         # Total training steps of the program, where it was stopped before its end.
         self.planned_steps: int | None = None
         self._has_evaluation: bool | None = None  # whether its code evaluates; None: not looked for yet
@@ -87,8 +88,7 @@ class _StopRecord:
         self._live_bytes += [self._device.held_bytes] * (completed - len(self._live_bytes))
         if self._rule.steps is None:
             return
-        if not self._positions or completed >= 2 * self._positions[-1].step:
-            self._positions.append(find_position(completed, sys._getframe(1)))
+        self._rounds.record_step(completed, sys._getframe(1))
         if completed < self._rule.steps:
             return
         now = time.monotonic()
@@ -104,13 +104,13 @@ class _StopRecord:
             bool(self._device.phases.list_optimizers_without_step()),
             lambda: self._nears_end(completed, frame),
             lambda: self._count_events_to_next_model(completed, frame),
-            lambda: self._count_events_to_evaluation(completed, frame),
+            lambda: self._count_events_to_new_code(completed),
         )
         try:
             with self.record_stop():
                 self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
-            self.planned_steps = estimate_total_steps(self._positions, find_position(completed, frame))
+            self.planned_steps = estimate_total_steps(self._rounds.positions, find_position(completed, frame))
             self.misses_evaluation = self._awaits_evaluation(frame) or has_later_evaluation(frame)
             if self.misses_evaluation:
                 self.evaluation_step = find_evaluation_step(frame, completed)
@@ -137,24 +137,23 @@ class _StopRecord:
         count, position = count_loops_that_repeat(frame, lines), find_position(completed, frame)
         if not count or is_last_round(position.loops[count - 1]) or _list_built(self._device.trace)[0] > num_built:
             return None
-        earlier = [dataclasses.replace(one, loops=one.loops[count:]) for one in self._positions]
+        earlier = [dataclasses.replace(one, loops=one.loops[count:]) for one in self._rounds.positions]
         return earlier, dataclasses.replace(position, loops=position.loops[count:])
 
     def _nears_end(self, completed: int, frame: FrameType) -> bool:
         """Return whether an evaluation that is awaited, or the program's end, comes after at most `completed` steps."""
         position = find_position(completed, frame)
-        planned_steps = estimate_total_steps(self._positions, position)
+        planned_steps = estimate_total_steps(self._rounds.positions, position)
         is_half_done = planned_steps is not None and planned_steps <= 2 * completed
         rounds = count_rounds_left(position)
         return is_half_done or (rounds is not None and rounds[0] >= rounds[1] and self._awaits_evaluation(frame))
 
-    def _count_events_to_evaluation(self, completed: int, frame: FrameType) -> int | None:
-        """Return the events of the steps to come before the innermost loop around them ends, if an evaluation is
-        awaited that may follow it; None if none is, or their number is unknown."""
-        rounds = count_rounds_left(find_position(completed, frame))
-        if rounds is None or self._device.num_events is None or not self._awaits_evaluation(frame):
+    def _count_events_to_new_code(self, completed: int) -> int | None:
+        """Return the events of the steps to come before the program's loops do the next thing for the first time."""
+        steps = self._rounds.count_steps_to_come(completed)
+        if steps is None or self._device.num_events is None:
             return None
-        return rounds[1] * self._device.num_events // completed
+        return steps * self._device.num_events // completed
 
     def _awaits_evaluation(self, frame: FrameType) -> bool:
         """Return whether the program, which runs `frame`, has code that evaluates, and has called no model to do so."""

@@ -8,6 +8,7 @@ unknown. No iterator is advanced, because that would consume it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import linecache
@@ -179,6 +180,16 @@ def estimate_total_steps(earlier_positions: Sequence[Position], last_position: P
         )
     num_iterations = math.prod(totals)
     return num_iterations if num_iterations >= last_position.step else None
+
+
+def estimate_round_ends(
+    earlier_positions: Sequence[Position], last_position: Position
+) -> Iterator[tuple[Loop, int | None]]:
+    """Yield each loop around `last_position`, outermost first, and the training step with which it ends for the first
+    time, an upper estimate as above."""
+    for depth, loop in enumerate(last_position.loops):
+        inner = [dataclasses.replace(one, loops=one.loops[depth:]) for one in (*earlier_positions, last_position)]
+        yield loop, estimate_total_steps(inner[:-1], inner[-1])
 
 
 def _find_earliest_bound(earlier_loop: Loop, loop: Loop) -> tuple[int | None, Bound]:

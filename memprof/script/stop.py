@@ -49,7 +49,7 @@ MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS = 10_000, 15.0
 MAX_GROWING_EVENTS, MAX_GROWING_SECONDS = 200_000, 300.0
 
 # Memory that grows so slowly that the GPU has room for more steps than these may level off as well, but whether it does
-# is worth fewer events; so is an evaluation.
+# is worth fewer events (7 s of CPU time); so is what the program's loops do later for the first time.
 MIN_SLOW_STEPS, MAX_SLOW_EVENTS = 10_000, 50_000
 
 
@@ -68,8 +68,9 @@ class RunProgress:
     # In how many events the steps before the next model may end that a loop around them builds; None: there is none, or
     # it is not known.
     count_events_to_next_model: Callable[[], int | None] = lambda: None
-    # In how many events the loop of its steps may end that an evaluation may follow; None as above.
-    count_events_to_evaluation: Callable[[], int | None] = lambda: None
+    # In how many events the program's loops may do the next thing for the first time, see first_rounds.py; None: they
+    # do nothing new.
+    count_events_to_new_code: Callable[[], int | None] = lambda: None
 
     @property
     def growth_bytes(self) -> int:
@@ -102,8 +103,8 @@ class StopRule:
                 return True
             if progress.awaits_optimizer and progress.num_events < MAX_SLOW_EVENTS:
                 return progress.seconds < MAX_CHEAP_SECONDS
-            to_evaluation = progress.count_events_to_evaluation()
-            if to_evaluation is not None and progress.num_events + to_evaluation < MAX_SLOW_EVENTS:
+            to_new_code = progress.count_events_to_new_code()
+            if to_new_code is not None and progress.num_events + to_new_code < MAX_SLOW_EVENTS:
                 return progress.seconds < MAX_CHEAP_SECONDS
             to_next_model = progress.count_events_to_next_model()
             if to_next_model is not None and progress.num_events + to_next_model < MAX_GROWING_EVENTS:

@@ -324,6 +324,9 @@ def _name_part(document: Report) -> str:
     program = document.program
     if program is None or program.ended != "steps" or not program.steps:
         return "needs"
+    planned = program.planned_steps or 0
+    if planned > program.steps:
+        return f"{program.steps:,} of about {planned:,} training steps need"
     return "1 training step needs" if program.steps == 1 else f"{program.steps:,} training steps need"
 
 

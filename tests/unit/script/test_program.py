@@ -261,9 +261,9 @@ def test_a_run_goes_on_to_an_evaluation_that_is_near(nears):
     assert not goes_on(StopRule(2), RunProgress(2, [5, 5], MAX_CHEAP_EVENTS, nears_end=lambda: nears))
 
 
-def test_a_run_goes_on_to_an_evaluation_after_a_loop_that_ends_soon():
+def test_a_run_goes_on_to_what_its_loops_do_soon_for_the_first_time():
     def progress(events, to_come, seconds=0.0):
-        return RunProgress(2, [5, 5], events, seconds, count_events_to_evaluation=lambda: to_come)
+        return RunProgress(2, [5, 5], events, seconds, count_events_to_new_code=lambda: to_come)
 
     assert goes_on(RULE, progress(10_000, 39_999))
     assert not goes_on(RULE, progress(10_000, 40_000))
@@ -274,6 +274,7 @@ def test_a_run_goes_on_to_an_evaluation_after_a_loop_that_ends_soon():
 @pytest.mark.parametrize(("num_steps", "made", "ended"), [(4, 4, "exit"), (5, 2, "steps")])
 def test_a_run_goes_on_to_the_end_of_a_program_of_which_half_is_done(script, monkeypatch, num_steps, made, ended):
     monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    monkeypatch.setattr(stop, "MAX_SLOW_EVENTS", 0)
     name = script(
         f"""
         import torch
@@ -301,6 +302,7 @@ def test_a_run_goes_on_to_the_next_model_if_that_is_near():
 @pytest.mark.parametrize(("batches", "made", "misses"), [(4, 5, False), (1000, 2, True)])
 def test_a_run_comes_to_the_next_model_of_a_loop_or_tells_that_it_has_not(script, monkeypatch, batches, made, misses):
     monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    monkeypatch.setattr(stop, "MAX_SLOW_EVENTS", 0)
     monkeypatch.setattr(stop, "MAX_GROWING_EVENTS", 1000)
     name = script(
         f"""

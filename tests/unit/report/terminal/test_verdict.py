@@ -156,11 +156,19 @@ def test_where_memory_runs_out(document: Report, stage: str, source: str, caller
 
 
 @pytest.mark.parametrize(
-    ("ended", "steps", "words"),
-    [("steps", 1, "1 training step needs "), ("steps", 25, "25 training steps need "), ("exit", 25, "needs ")],
+    ("ended", "steps", "planned", "words"),
+    [
+        ("steps", 1, None, "1 training step needs "),
+        ("steps", 25, 25, "25 training steps need "),
+        ("steps", 25, 1026, "25 of about 1,026 training steps need "),
+        ("exit", 25, 25, "needs "),
+    ],
 )
-def test_a_run_that_was_stopped_fits_for_its_steps(document: Report, ended: str, steps: int, words: str) -> None:
-    document = dataclasses.replace(document, program=ProgramFacts(("a.py",), ended, None, steps, ()))
+def test_a_run_that_was_stopped_fits_for_its_steps(
+    document: Report, ended: str, steps: int, planned: int | None, words: str
+) -> None:
+    program = ProgramFacts(("a.py",), ended, None, steps, (), planned_steps=planned)
+    document = dataclasses.replace(document, program=program)
     assert said(document, 8 * GIB, None).startswith(f"Fits: {words}")
 
 
