@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from types import ModuleType
 from urllib.error import URLError
 
 # Errors of huggingface_hub (errors.py) for a file that is neither here nor can be asked for; what libraries raise
@@ -13,10 +14,11 @@ _ERRORS = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _ENGINES = ("vllm", "sglang")
 _FOLDER = "the hub cannot be reached, and the model is not cached here: give its folder in place of its name"
 _ENGINE_FOLDER = ", in which config.json is enough"
-_TORCH_HUB = (
+_WEIGHTS = (
     "the weights cannot be downloaded here: leave them out (weights=None, pretrained=False), which takes the same "
     "memory, or copy their file into {folder}"
 )
+_FILE = "the file cannot be downloaded here: copy it to {path}"
 _RETRIES = "; HF_HUB_OFFLINE=1 saves the attempts to connect"
 
 
@@ -28,13 +30,18 @@ def suggest_folder(error: BaseException | None) -> str:
             engine = _ENGINE_FOLDER if any(name in sys.modules for name in _ENGINES) else ""
             return _FOLDER + engine + ("" if os.environ.get("HF_HUB_OFFLINE") else _RETRIES)
         hub = sys.modules.get("torch.hub")
-        if isinstance(error, URLError) and hub is not None and _has_passed(error, str(hub.__file__)):
-            return _TORCH_HUB.format(folder=os.path.join(hub.get_dir(), "checkpoints"))
+        if isinstance(error, URLError) and hub is not None:
+            return _suggest_file(error, hub)
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return ""
 
 
-def _has_passed(error: BaseException, file: str) -> bool:
-    """Return whether `error` was raised below a function of `file`."""
-    return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_tb(error.__traceback__))
+def _suggest_file(error: BaseException, hub: ModuleType) -> str:
+    """Return where to copy what a function of torch.hub was to download; "" if none was running."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == hub.__file__]
+    names = {frame.f_code.co_name: frame for frame in frames}
+    if "load_state_dict_from_url" in names:
+        return _WEIGHTS.format(folder=os.path.join(hub.get_dir(), "checkpoints"))
+    download = names.get("download_url_to_file")
+    return "" if download is None else _FILE.format(path=download.f_locals["dst"])

@@ -49,5 +49,8 @@ def test_weights_that_torch_hub_cannot_download_are_left_out(monkeypatch, tmp_pa
     hint = suggest_folder(raised.value)
     assert "weights=None" in hint and hint.endswith(str(tmp_path / "hub" / "checkpoints"))
     with pytest.raises(URLError) as raised:
+        torch.hub.download_url_to_file("https://github.com/Arial.ttf", str(tmp_path / "Arial.ttf"))
+    assert suggest_folder(raised.value) == f"the file cannot be downloaded here: copy it to {tmp_path / 'Arial.ttf'}"
+    with pytest.raises(URLError) as raised:
         refuse()
     assert suggest_folder(raised.value) == ""
