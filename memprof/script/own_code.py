@@ -84,7 +84,9 @@ def has_unfreezing(frame: FrameType | None) -> bool:
     text = "".join(list_loop_texts(frame))
     if _UNFREEZING.search(text):
         return True
-    called = set(re.findall(r"\b(\w+)\(", text))
+    # Not a function that is running: it has come to its loop already, and `model.train()` does not call `train`.
+    running = {caller.f_code.co_name for caller in list_frames(frame)}
+    called = {*re.findall(r"\b(\w+)\(", text)} - running
     return any(_UNFREEZING.search(body) for body in _list_functions(_list_running_files(frame), called))
 
 

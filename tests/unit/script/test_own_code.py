@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 import pytest
+import torch
 
 from memprof.script.own_code import (
     find_evaluation_step,
@@ -176,6 +177,19 @@ def test_training_loops_that_unfreeze_parameters(tmp_path: Path, line: str, unfr
     thread.start()
     thread.join()
     assert answers == [unfreezes and in_loop]
+
+
+def test_a_training_function_that_has_unfrozen_parameters_before_its_loop_is_not_called_anew(tmp_path: Path) -> None:
+    file, answers = tmp_path / "train.py", list[bool]()
+    file.write_text(
+        "def train(model):\n"
+        "    for p in model.parameters():\n        p.requires_grad = True\n"
+        "    for step in range(1):\n        model.train()\n        stop()\n"
+        "train(model)\n"
+    )
+    names = {"stop": lambda: answers.append(has_unfreezing(sys._getframe(1))), "model": torch.nn.Linear(1, 1)}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    assert answers == [False]
 
 
 @pytest.mark.parametrize(
