@@ -12,7 +12,8 @@ from types import FrameType
 
 from memprof.script.loops import Position, estimate_round_ends, find_position, list_periods
 
-# Steps of a second round that show what it does: enough for growth to be seen.
+# Steps of a second round that show what it does: enough for growth to be seen. Behind the outermost loop there may be
+# none; a run that goes on in the last step comes there.
 NUM_STEPS_OF_ROUND = 6
 
 # Calls in each n-th step that may take memory: an evaluation, samples, a checkpoint.
@@ -24,7 +25,7 @@ class FirstRounds:
     """Steps at which loops do something for the first time; the estimates become better until a step is reached."""
 
     positions: list[Position] = field(default_factory=list)  # in the program's loops, at ever fewer steps
-    # (file, line) of a loop -> step with which it ends for the first time; None: not known.
+    # (file, line) of a loop -> step that shows what follows its first end; None: not known.
     _ends: dict[tuple[str, int], int | None] = field(default_factory=dict)
     _periods: set[int] = field(default_factory=set)
 
@@ -33,13 +34,14 @@ class FirstRounds:
         if self.positions and step < 2 * self.positions[-1].step:
             return
         position = find_position(step, frame)
-        for loop, end in estimate_round_ends(self.positions, position):
+        for depth, (loop, end) in enumerate(estimate_round_ends(self.positions, position)):
             if (self._ends.get(loop.location) or step) >= step:
-                self._ends[loop.location] = end
+                self._ends[loop.location] = None if end is None else end + (NUM_STEPS_OF_ROUND if depth else 1)
         self._periods |= set(list_periods(frame, _PERIODIC))
         self.positions.append(position)
 
     def count_steps_to_come(self, step: int) -> int | None:
         """Return after how many more steps than `step` the next such thing is seen; None: nothing is to come."""
-        ends = [step + 1 if end is None else end + NUM_STEPS_OF_ROUND for end in self._ends.values()]
-        return min((one - step for one in (*ends, *self._periods) if one > step), default=None)
+        ends = [step + 1 if end is None else end for end in self._ends.values()]
+        periodic = [period + 1 for period in self._periods]  # after the n-th step
+        return min((one - step for one in (*ends, *periodic) if one > step), default=None)

@@ -43,16 +43,16 @@ def count_to_come(text: str, stop: int) -> int | None:
 @pytest.mark.parametrize(
     ("text", "stop", "to_come"),
     [
-        ("for batch in loader:\n    step()", 3, 37 + NUM_STEPS_OF_ROUND),  # what follows the training
+        ("for batch in loader:\n    step()", 3, 38),  # what follows the training
         ("for epoch in range(3):\n  for batch in loader:\n    step()", 5, 35 + NUM_STEPS_OF_ROUND),  # the second epoch
-        ("for epoch in range(3):\n  for batch in loader:\n    step()", 46, 74 + NUM_STEPS_OF_ROUND),  # then the end
+        ("for epoch in range(3):\n  for batch in loader:\n    step()", 46, 75),  # then the end
         ("for epoch in range(3):\n  for i, batch in enumerate(loader):\n    step()", 40 + NUM_STEPS_OF_ROUND - 1, 1),
         ("for epoch in range(3):\n  for batch in unknown():\n    step()", 5, 1),  # at any time
         ("while True:\n  step()", 70, 1),
-        ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    generate()", 8, 82),
-        ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    log()", 8, 992 + NUM_STEPS_OF_ROUND),
+        ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    generate()", 8, 83),
+        ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    log()", 8, 993),
         # Two optimizers: twice as many steps as rounds; estimated in step 32, of round 16, from step 1 on.
-        ("for batch in range(100):\n  step()\n  step()", 60, 32 + 174 - 60 + NUM_STEPS_OF_ROUND),
+        ("for batch in range(100):\n  step()\n  step()", 60, 32 + 174 - 60 + 1),
     ],
 )
 def test_what_loops_do_for_the_first_time(text: str, stop: int, to_come: int) -> None:
