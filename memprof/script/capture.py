@@ -60,7 +60,7 @@ class _StopRecord:
         self._rule = rule
         self._channel = channel
         self._live_bytes: list[int] = []  # bytes on the GPU at the end of each training step
-        self._requested_end: float | None = None  # time at which the requested steps had ended
+        self._requested_end: tuple[float, float] | None = None  # clock and processor time as the requested steps ended
         self._events: int | None = None
         self._reason = EndReason.STEPS
         self._storages = 0
@@ -91,9 +91,11 @@ class _StopRecord:
         self._rounds.record_step(completed, sys._getframe(1))
         if completed < self._rule.steps:
             return
-        now = time.monotonic()
-        self._requested_end = now if self._requested_end is None else self._requested_end
-        seconds = now - self._requested_end
+        now = time.monotonic(), time.process_time()
+        self._requested_end = self._requested_end or now
+        clock_seconds, cpu_seconds = (end - begin for end, begin in zip(now, self._requested_end, strict=True))
+        # A busy machine is not to change the answer; a program that waits for data is waited for as well.
+        seconds = max(cpu_seconds, clock_seconds / 4)
         frame = sys._getframe(1)
         progress = RunProgress(
             completed,

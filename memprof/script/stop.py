@@ -42,7 +42,8 @@ MIN_GROWTH_BYTES = 64 << 10  # Bytes per step. Smaller growth, such as a metric 
 NUM_EXTRA_STEPS = 6
 
 # A run goes on past its steps up to these limits, for events that come late: longer batches, an evaluation. Usually the
-# number of events is reached first (1.5 s of CPU time); for programs that wait for data, the seconds are.
+# number of events is reached first (1.5 s of CPU time); for programs that wait for data, the seconds are, of which a
+# quarter counts while they wait.
 MAX_CHEAP_EVENTS, MAX_CHEAP_SECONDS = 10_000, 15.0
 
 # While memory grows, it goes on up to these limits (half a minute of CPU time), to see it level off, or run out.
@@ -60,7 +61,8 @@ class RunProgress:
     completed: int  # training steps that have ended
     held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
-    seconds: float = 0.0  # since the end of the step at which the run could stop
+    # Of a processor, or a quarter of those of the clock, since the end of the step at which the run could stop.
+    seconds: float = 0.0
     room_bytes: int | None = None  # of the GPU beside the peak so far; None: unknown
     awaits_optimizer: bool = False  # whether an optimizer has made no step yet, such as that of a GAN's generator
     # Whether the first evaluation, or the program's end, may come after at most as many steps as it has made.
