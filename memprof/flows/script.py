@@ -175,6 +175,7 @@ def capture_run(
             outcome.idle_optimizers,
             outcome.misses_model,
             outcome.evaluation_step,
+            outcome.misses_calls,
         ),
         device=dataclasses.replace(device_facts, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,

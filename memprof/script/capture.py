@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -52,6 +54,27 @@ from memprof.watch.failure import (
 from memprof.watch.program_code import is_program
 
 
+@dataclasses.dataclass(slots=True)
+class _Clock:
+    """A point in time, from which seconds are counted."""
+
+    _begin: tuple[float, float] = dataclasses.field(default_factory=lambda: (time.monotonic(), time.process_time()))
+
+    def count_seconds(self) -> float:
+        """Return the seconds of a processor since then, or a quarter of those on the clock if these are more: a busy
+        machine is not to change the answer, and a program that waits for data is waited for as well."""
+        return max(time.process_time() - self._begin[1], (time.monotonic() - self._begin[0]) / 4)
+
+
+@dataclasses.dataclass(slots=True)
+class _Calls:
+    """Calls of models behind a training step: the events before them, when they begin, and bytes held at each."""
+
+    events: int | None = None
+    begin: _Clock = dataclasses.field(default_factory=_Clock)
+    held_bytes: list[int] = dataclasses.field(default_factory=list)
+
+
 class _StopRecord:
     """Record of the point in the trace at which the script was stopped; the script's clean-up comes after it."""
 
@@ -60,7 +83,7 @@ class _StopRecord:
         self._rule = rule
         self._channel = channel
         self._live_bytes: list[int] = []  # bytes on the GPU at the end of each training step
-        self._requested_end: tuple[float, float] | None = None  # clock and processor time as the requested steps ended
+        self._requested_end: _Clock | None = None  # as the requested steps ended
         self._events: int | None = None
         self._reason = EndReason.STEPS
         self._storages = 0
@@ -76,6 +99,8 @@ class _StopRecord:
         self.misses_model = False  # whether a loop around its steps builds another model later
         self._built: tuple[int, set[tuple[str, int]]] | None = None  # what `_list_built` returned at first
         self.idle_optimizers = 0  # that had made no step then
+        self.misses_calls = False  # whether it was stopped among the calls of models behind its last step
+        self._calls = _Calls()
 
     @property
     def is_stopped(self) -> bool:
@@ -91,17 +116,14 @@ class _StopRecord:
         self._rounds.record_step(completed, sys._getframe(1))
         if completed < self._rule.steps:
             return
-        now = time.monotonic(), time.process_time()
-        self._requested_end = self._requested_end or now
-        clock_seconds, cpu_seconds = (end - begin for end, begin in zip(now, self._requested_end, strict=True))
-        # A busy machine is not to change the answer; a program that waits for data is waited for as well.
-        seconds = max(cpu_seconds, clock_seconds / 4)
+        self._requested_end = self._requested_end or _Clock()
+        self._calls = _Calls(self._device.num_events)
         frame = sys._getframe(1)
         progress = RunProgress(
             completed,
             self._live_bytes,
             self._device.num_events,
-            seconds,
+            self._requested_end.count_seconds(),
             self._device.room_bytes,
             bool(self._device.phases.list_optimizers_without_step()),
             lambda: self._nears_end(completed, frame),
@@ -112,14 +134,38 @@ class _StopRecord:
             with self.record_stop():
                 self._rule.check_step(progress, bool if self._channel is None else self._channel.are_all_ranks_done)
         except StopRun:
-            self.planned_steps = estimate_total_steps(self._rounds.positions, find_position(completed, frame))
-            self.misses_evaluation = self._awaits_evaluation(frame) or has_later_evaluation(frame)
-            if self.misses_evaluation:
-                self.evaluation_step = find_evaluation_step(frame, completed)
-            self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
-            self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
-            self.misses_model = self._find_steps_of_round(completed, frame) is not None
+            self._describe_stop(completed, frame)
             raise
+
+    def call_model(self, model: nn.Module) -> None:
+        """Record an outermost call of `model` that is not trained by it; raise StopRun if the rule stops the script."""
+        num_events = self._device.num_events
+        if self._requested_end is None or self._channel is not None or num_events is None:
+            return
+        is_trained = torch.is_grad_enabled() and model.training
+        if is_trained or threading.current_thread() is not threading.main_thread():
+            return
+        calls = self._calls
+        calls.held_bytes.append(self._device.held_bytes)
+        seconds = calls.begin.count_seconds()
+        progress = RunProgress(len(calls.held_bytes), calls.held_bytes, num_events - (calls.events or 0), seconds)
+        try:
+            with self.record_stop():
+                self._rule.check_call(progress)
+        except StopRun:
+            self._describe_stop(self._device.phases.num_completed_steps, sys._getframe(1))
+            self.misses_calls = True
+            raise
+
+    def _describe_stop(self, completed: int, frame: FrameType) -> None:
+        """Record what the program, stopped after `completed` steps, has not come to."""
+        self.planned_steps = estimate_total_steps(self._rounds.positions, find_position(completed, frame))
+        self.misses_evaluation = self._awaits_evaluation(frame) or has_later_evaluation(frame)
+        if self.misses_evaluation:
+            self.evaluation_step = find_evaluation_step(frame, completed)
+        self.idle_optimizers = len(self._device.phases.list_optimizers_without_step())
+        self.misses_unfreezing = _has_frozen_parameters(self._device.trace) and has_unfreezing(frame)
+        self.misses_model = self._find_steps_of_round(completed, frame) is not None
 
     def _count_events_to_next_model(self, completed: int, frame: FrameType) -> int | None:
         """Return the events of the steps to come before a loop around them builds the next model; None if none does, or
@@ -276,7 +322,12 @@ def capture_script(
     device.phases.on_step = stop_record.step
     if isinstance(device, VirtualGpu):
         device.on_engine_start = stop_record.record_engine
-    device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
+
+    def record_call(model: nn.Module) -> None:
+        stop_record.call_model(model)
+        before_forward(model, device.phases.optimizers)
+
+    device.phases.before_forward = record_call
     # memprof's imports stay live: frozen, they do not slow down the collection of the program's garbage.
     is_frozen = gc.get_freeze_count() > 0  # frozen by the caller, who unfreezes
     gc.collect()
@@ -305,6 +356,7 @@ def capture_script(
                     evaluation_step=stop_record.evaluation_step,
                     misses_unfreezing=stop_record.misses_unfreezing,
                     misses_model=stop_record.misses_model,
+                    misses_calls=stop_record.misses_calls,
                     idle_optimizers=stop_record.idle_optimizers,
                 )
             error = outcome.error

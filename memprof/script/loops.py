@@ -331,8 +331,10 @@ def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
         case ast.Attribute():
             return inspect.getattr_static(_evaluate(node.value, variables), node.attr, None)
         case ast.Subscript(slice=ast.Constant(value=key)):
-            mapping = _evaluate(node.value, variables)
-            return mapping.get(key) if type(mapping) is dict else None
+            container = _evaluate(node.value, variables)
+            if type(container) is list and isinstance(key, int):  # such as sys.argv
+                return container[key] if key < len(container) else None
+            return container.get(key) if type(container) is dict else None
         case ast.BinOp() if type(node.op) in _ARITHMETIC:
             left, right = _evaluate(node.left, variables), _evaluate(node.right, variables)
             if not (_is_count(left) and _is_count(right)) or (isinstance(node.op, ast.FloorDiv) and not right):
@@ -342,6 +344,8 @@ def _evaluate(node: ast.expr, variables: Mapping[str, Any]) -> Any:
             return _count_iterations(argument, variables)
         case ast.Call(args=[argument], keywords=[]) if _get_called_name(node) == "int":
             value = _evaluate(argument, variables)
+            if isinstance(value, str):
+                return int(value) if value.isdecimal() and len(value) < 18 else None
             return int(value) if isinstance(value, int | float) and abs(value) < 1e18 else None
     return None
 

@@ -56,10 +56,10 @@ MIN_SLOW_STEPS, MAX_SLOW_EVENTS = 10_000, 50_000
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Progress of a run at the end of a training step."""
+    """Progress of a run at the end of a training step, or at a call of a model behind one."""
 
-    completed: int  # training steps that have ended
-    held_bytes: Sequence[int]  # allocated on the GPU at the end of each of them
+    completed: int  # training steps that have ended, or calls that have begun
+    held_bytes: Sequence[int]  # allocated on the GPU at the end of each step, or at the begin of each call
     num_events: int | None = None  # events recorded so far; None: not counted during the run (measured)
     # Of a processor, or a quarter of those of the clock, since the end of the step at which the run could stop.
     seconds: float = 0.0
@@ -116,6 +116,21 @@ class StopRule:
                 max_events = MAX_SLOW_EVENTS if is_slow else MAX_GROWING_EVENTS
                 return progress.num_events < max_events and progress.seconds < MAX_GROWING_SECONDS
         return (growth > 0 and progress.completed < steps + NUM_EXTRA_STEPS) or progress.nears_end()
+
+    def check_call(self, progress: RunProgress) -> None:
+        """Raise StopRun if the run can stop at a call of a model behind a training step at which it could.
+
+        Such calls, of an evaluation or to make samples, are as many as no loop of training steps tells. `progress` is
+        that of the calls since this step.
+        """
+        events = progress.num_events
+        if not self.continues_past_steps or events is None:
+            return
+        limit, seconds = MAX_SLOW_EVENTS, MAX_CHEAP_SECONDS
+        if progress.growth_bytes >= MIN_GROWTH_BYTES:  # what the calls return may be kept
+            limit, seconds = MAX_GROWING_EVENTS, MAX_GROWING_SECONDS
+        if events >= limit or progress.seconds >= seconds:
+            raise StopRun(EndReason.STEPS)
 
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:
@@ -187,5 +202,6 @@ class ScriptOutcome:
     evaluation_step: int | None = None  # the training step after which that evaluation comes; None: unknown
     misses_unfreezing: bool = False  # whether the training loop of a stopped script unfreezes parameters later
     misses_model: bool = False  # whether a loop around the steps of a stopped script builds another model later
+    misses_calls: bool = False  # whether a script was stopped among the calls of models behind its last step
     idle_optimizers: int = 0  # of a stopped script: those that have made no step
     engine: EngineBudget | None = None  # of the inference engine that the script has started

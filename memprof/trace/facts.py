@@ -86,6 +86,8 @@ class ProgramFacts:
     # Whether the program was stopped before a loop around its training steps built the next model.
     misses_model: bool = False
     evaluation_step: int | None = None  # The training step after which that evaluation comes; None: unknown.
+    # Whether the program was stopped among the calls of models behind its last training step.
+    misses_calls: bool = False
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -64,6 +64,7 @@ def test_json_alone_on_stdout(script):
         "idle_optimizers": 0,
         "misses_model": False,
         "evaluation_step": None,
+        "misses_calls": False,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -98,8 +98,11 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     if verdict.fits:
         reason = f"{_describe_retries(verdict.retries)}. Without that it would need {need}"
         most_bytes = get_uncertain_peak(document)
+        unseen = next(_list_unseen(document), None)
+        reason += "" if unseen is None else f"; {unseen}"
         reason += f"; {_describe_uncertainty(most_bytes + context_bytes)}" if most_bytes > usable_bytes else "."
-        return _label("Fits, with allocator retries", "bold yellow", reason).append(_format_growth(verdict.growth))
+        label = "Fits, with allocator retries" if unseen is None else "Fits so far, with allocator retries"
+        return _label(label, "bold yellow", reason).append(_format_growth(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         fit_note = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         usage = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {fit_note}"
@@ -273,6 +276,8 @@ def _list_unseen(document: Report) -> Iterator[str]:
     program = document.program
     if program is None:
         return
+    if program.misses_calls:
+        yield "a model is called behind them, and not all of these calls were run"
     if program.misses_evaluation:
         which, step = "a later" if program.evaluated else "the", program.evaluation_step
         where = "" if step is None else f" (it comes after step {step:,})"

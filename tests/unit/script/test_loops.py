@@ -129,6 +129,7 @@ def function(text: str) -> str:
         ("for i in range(10, 110, 2):\n    step()", 50),
         ("for i in range(args.steps * 2 - 1):\n    step()", 99),
         ("for i in range(config['steps'] // 2):\n    step()", 30),
+        ("argv = ['a.py', '70']\nfor i in range(int(argv[1])):\n    step()", 70),
         ("for i in tqdm(range(int(70.0)), desc='x'):\n    step()", 70),
         ("for _ in range(args.epochs):\n    for batch in loader:\n        step()", 120),
         ("for _ in range(args.epochs):\n    for i, batch in enumerate(tqdm(loader), start=1):\n        step()", 120),

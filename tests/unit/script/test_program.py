@@ -369,6 +369,47 @@ def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
         assert not goes_on(RULE, RunProgress(2 + NUM_EXTRA_STEPS, list(range(2 + NUM_EXTRA_STEPS)), events))
 
 
+def test_calls_of_a_model_behind_the_steps_have_an_end():
+    def goes_on_calling(rule, *progress):
+        try:
+            rule.check_call(RunProgress(2, *progress))
+        except StopRun as stop:
+            return stop.reason is not EndReason.STEPS
+        return True
+
+    grown = [0, MIN_GROWTH_BYTES]
+    assert goes_on_calling(RULE, [5, 5], MAX_SLOW_EVENTS - 1, MAX_CHEAP_SECONDS - 1)
+    assert not goes_on_calling(RULE, [5, 5], MAX_SLOW_EVENTS, 0.0)
+    assert not goes_on_calling(RULE, [5, 5], 1, MAX_CHEAP_SECONDS)
+    assert goes_on_calling(RULE, grown, MAX_GROWING_EVENTS - 1, MAX_GROWING_SECONDS - 1)
+    assert not goes_on_calling(RULE, grown, MAX_GROWING_EVENTS, 0.0)
+    assert not goes_on_calling(RULE, grown, 1, MAX_GROWING_SECONDS)
+    assert goes_on_calling(StopRule(2), [5, 5], MAX_SLOW_EVENTS, 0.0)
+    assert goes_on_calling(RULE, [5, 5], None, 0.0)  # measured
+
+
+@pytest.mark.parametrize(("num_calls", "ended"), [(5, "exit"), (500, "steps")])
+def test_a_run_that_is_stopped_among_calls_behind_its_steps(script, monkeypatch, num_calls, ended):
+    monkeypatch.setattr(stop, "MAX_CHEAP_EVENTS", 0)
+    monkeypatch.setattr(stop, "MAX_SLOW_EVENTS", 200)
+    name = script(
+        f"""
+        import torch
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(4):
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        x = torch.ones(2, 8, device="cuda")
+        for t in range({num_calls}):
+            with torch.no_grad():
+                x = model(x)
+        """
+    )
+    program = run_script(Program(name), RULE, RunSpec()).document.program
+    assert (program.steps, program.ended, program.misses_calls) == (4, ended, ended == "steps")
+
+
 def test_growth_is_that_of_the_later_half_of_the_steps():
     assert RunProgress(1, [7]).growth_bytes == 0
     assert RunProgress(2, [7, 9]).growth_bytes == 2

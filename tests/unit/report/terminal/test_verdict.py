@@ -67,6 +67,7 @@ def test_of_a_run_that_memory_ended_the_need_is_a_lower_bound(ended: str, need: 
             "a later evaluation in its code was not reached",
             "whether its evaluation fits too",
         ),
+        ({"misses_calls": True}, "not all of these calls were run", "whether all of these calls fit"),
         ({"misses_unfreezing": True}, "unfreezes parameters", "whether it fits with these parameters"),
         ({"misses_model": True}, "builds another model", "whether the next model fits too"),
         ({"idle_optimizers": 1}, "an optimizer has made no step", "whether the steps of the other optimizer fit too"),
@@ -81,6 +82,9 @@ def test_before_what_may_need_more_a_run_fits_so_far(
     report = dataclasses.replace(document, program=program, source="simulated")
     text = said(report, 8 * GIB, None)
     assert text.startswith("Fits so far: " if missed else "Fits: ") and said_of_it in text
+    retries = dataclasses.replace(report, verdict=dataclasses.replace(report.verdict, retries=1))
+    text = said(retries, 8 * GIB, None)
+    assert text.startswith(f"Fits{' so far' if missed else ''}, with allocator retries: ") and said_of_it in text
     step = choose_next_step(report)
     assert step is not None and step[0] == purpose
     if missed:  # all steps of a long training are never run
