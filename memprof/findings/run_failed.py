@@ -25,6 +25,8 @@ def find(context: Context) -> list[Finding]:
     fix = failure.hint or _FIX_BY_KIND[failure.kind]
     if failure.kind is FailureKind.ERROR and _SECOND_BACKWARD in failure.message:
         fix = _SECOND_BACKWARD_FIX
+    elif failure.error == ModuleNotFoundError.__name__:
+        fix = "install the package that has this module, in the environment that memprof runs in"
     elif context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
         fix = "mend this line: it was a real device"
     own_line = failure.caller or failure.source

@@ -54,6 +54,7 @@ FAILURE = Failure(
     [
         ({}, "simulated", "mend this line if the program is at fault"),
         ({}, "measured", "mend this line: it was a real device"),
+        ({"error": "ModuleNotFoundError", "message": "No module named 'polars'"}, "measured", "install the package"),
         ({"hint": "do this"}, "measured", "do this"),
         ({"kind": FailureKind.GAP}, "measured", "leave the operation out here"),
         ({"message": "Trying to backward through the graph a second time (or ...)"}, "measured", "detach what an "),
