@@ -16,6 +16,7 @@ import pytest
 
 from tests.adversarial.documents import TINY, write_capture
 from tests.adversarial.harmless import SECONDS, WAIT
+from tests.lanes import of_lane
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def _environment(**more: str) -> dict[str, str]:
 def _some(cases: list[Any], every: int) -> list[Any]:
     """One in `every` in each run, the others at night."""
     night = pytest.mark.nightly
-    return [pytest.param(*case, marks=() if n % every == 0 else night) for n, case in enumerate(cases)]
+    return of_lane(pytest.param(*case, marks=() if n % every == 0 else night) for n, case in enumerate(cases))
 
 
 @pytest.fixture
