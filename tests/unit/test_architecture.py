@@ -130,7 +130,7 @@ def test_the_command_line_uses_no_private_name_of_typer():
     """Nor click, of which typer has a copy of its own that another release may change."""
     wrong = []
     for path in (ROOT / "memprof/cli").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 imported = [f"{getattr(node, 'module', '')}.{name.name}.".removeprefix(".") for name in node.names]
                 of_typer = [name for name in imported if name.startswith(("click.", "typer."))]
@@ -174,7 +174,9 @@ def _is_for_types(node: ast.AST) -> bool:
 def test_no_module_is_loaded_in_a_circle():
     found = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "memprof").rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for path, name in found.items()}
-    loads = {name: _imported_at_load(ast.parse(path.read_text()), modules) for name, path in modules.items()}
+    loads = {
+        name: _imported_at_load(ast.parse(path.read_text(encoding="utf-8")), modules) for name, path in modules.items()
+    }
     assert len(list(graphlib.TopologicalSorter(loads).static_order())) == len(modules) > 200
 
 
