@@ -304,6 +304,15 @@ def test_the_backward_of_flash_attention_rounds_up(length, head, rows, width):
     assert found == [4 * 16 * rows, 4 * 16 * rows * width]
 
 
+def test_flash_attention_trains_with_it():
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        query = torch.empty(2, 8, 100, 64, device="cuda", dtype=HALF, requires_grad=True)
+        made = scaled_dot_product_attention(query, query, query).sum()
+        first = len(gpu.trace.storages)
+        made.backward()
+    assert {4 * 16 * 128, 4 * 16 * 128 * 64} <= {storage.num_bytes for storage in gpu.trace.storages[first:]}
+
+
 def test_masks_of_the_efficient_kernel_have_rows_of_multiples_of_16():
     query, key = meta(2, 8, 5, 64), meta(2, 8, 17, 64)
     found = attention._align_mask(meta(5, 17), query, key)
