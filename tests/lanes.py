@@ -28,7 +28,18 @@ def by_day(cases: Iterable[Any], *shown: Any) -> list[Any]:
         if one not in cases:
             raise ValueError(f"there is no case {one!r}")
     night = pytest.mark.nightly
-    return [
+    return of_lane(
         case if case in shown else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=night)
         for case in cases
-    ]
+    )
+
+
+def of_lane(cases: Iterable[Any]) -> list[Any]:
+    """Those of `cases` that the lane runs: by day one marked nightly is not even collected, if others are left."""
+    cases = list(cases)
+    by_night = [any(mark.name == "nightly" for mark in getattr(case, "marks", ())) for case in cases]
+    return (
+        cases
+        if at_night() or all(by_night)
+        else [case for case, night in zip(cases, by_night, strict=True) if not night]
+    )

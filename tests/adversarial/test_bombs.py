@@ -9,6 +9,7 @@ import pytest
 from tests.adversarial import bombs
 from tests.adversarial.documents import capture
 from tests.adversarial.harmless import assert_harmless, run, untouched
+from tests.lanes import of_lane
 
 COMMANDS = ("analyze", "show", "compare", "export")
 _IN_EVERY_RUN = ("shared_events", "colliding_tuples", "empty_dicts", "long names", "the deepest list")
@@ -30,7 +31,7 @@ INPUTS = {"bombs, for each reader": len(_cases())}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "command"), _cases())
+@pytest.mark.parametrize(("name", "command"), of_lane(_cases()))
 def test_a_bomb(tmp_path: Path, name: str, command: str) -> None:
     file = tmp_path / "bomb"
     file.write_bytes(bombs.CAPTURES[name](capture()) if name in bombs.CAPTURES else getattr(bombs, name)())

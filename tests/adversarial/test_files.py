@@ -17,6 +17,7 @@ import pytest
 
 from memprof.cli.main import run
 from tests.adversarial.documents import capture, snapshot
+from tests.lanes import of_lane
 
 EACH = 25  # Inputs of a test.
 _DEEP: list[Any] = []
@@ -134,7 +135,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), _cases())
+@pytest.mark.parametrize(("name", "seed"), of_lane(_cases()))
 def test_changed_files(tmp_path: Path, monkeypatch, capsys, name: str, seed: int) -> None:
     monkeypatch.chdir(tmp_path)
     make, commands = READERS[name]

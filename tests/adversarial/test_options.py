@@ -13,6 +13,7 @@ import typer.main
 from memprof.cli.main import app
 from tests.adversarial.documents import TINY, write_capture
 from tests.adversarial.harmless import LEAN, assert_harmless, run, untouched
+from tests.lanes import of_lane
 
 VALUES = (
     "", "0", "-1", "nan", "1e400", "99999999999", "9" * 5000, "x" * 300, "\x1b]0;t\x07\u202e[/x]", "1,2,,-3",
@@ -73,7 +74,7 @@ INPUTS = {"values of every option": len(_cases())}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "flag", "value"), _cases())
+@pytest.mark.parametrize(("command", "flag", "value"), of_lane(_cases()))
 def test_a_value(tmp_path: Path, command: str, flag: str, value: str) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     (tmp_path / "script.py").write_text(SCRIPT)

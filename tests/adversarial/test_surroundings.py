@@ -16,7 +16,8 @@ import pytest
 
 from tests.adversarial.documents import TINY, write_capture
 from tests.adversarial.harmless import SECONDS, WAIT
-from tests.processes import ROOT
+from tests.lanes import of_lane
+from tests.processes import ROOT, python
 
 pytestmark = pytest.mark.slow
 MOST = SECONDS * WAIT
@@ -57,7 +58,7 @@ def _environment(**more: str) -> dict[str, str]:
 def _some(cases: list[Any], every: int) -> list[Any]:
     """One in `every` in each run, the others at night."""
     night = pytest.mark.nightly
-    return [pytest.param(*case, marks=() if n % every == 0 else night) for n, case in enumerate(cases)]
+    return of_lane(pytest.param(*case, marks=() if n % every == 0 else night) for n, case in enumerate(cases))
 
 
 @pytest.fixture
@@ -110,12 +111,9 @@ def test_places(folder: Path, how: str) -> None:
 def test_factories_that_leave(folder: Path, code: str, at: str) -> None:
     text = f"import os, sys\ndef build(): {code}\n" if at == "in the factory" else f"import os, sys\n{code}\n"
     (folder / "model.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "memprof", "profile", "--model", "model.py:build"], cwd=folder, env=_environment(),
-        capture_output=True, timeout=MOST,
-    )  # fmt: skip
-    assert done.returncode == 2, done
-    assert done.stderr.startswith(b"memprof: ") and b"Traceback" not in done.stderr and not done.stdout
+    done = python("-m", "memprof", "profile", "--model", "model.py:build", folder=folder, seconds=MOST)
+    assert done.exit_code == 2, done
+    assert done.stderr.startswith("memprof: ") and "Traceback" not in done.stderr and not done.stdout
 
 
 def _used(process: int) -> float:

@@ -3,19 +3,26 @@
 `python -m tests.benchmarks.commands --only wrong` measures how long that takes.
 """
 
-import pytest
+import json
 
 from tests.adversarial.harmless import LEAN
 from tests.processes import python
 
-# The command line as the console script has it, and what the process has imported when it ends.
+# The command line as the console script has it, use by use: what each says, and what is imported when it has ended.
 RUN = """
-import sys
+import contextlib, io, json, sys
 from memprof.cli.main import run
-try:
-    run(sys.argv[1:])
-finally:
-    print([name for name in ("torch", "transformers", "pandas", "numpy") if name in sys.modules])
+ended = []
+for words in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run(words)
+        except SystemExit as done:
+            code = done.code
+    heavy = [name for name in ("torch", "transformers", "pandas", "numpy") if name in sys.modules]
+    ended.append((code, heavy, out.getvalue(), err.getvalue()))
+print(json.dumps(ended))
 """
 
 # Words, then parts of the problem, of the value ("": none can be shown) and of the hint.
@@ -81,13 +88,14 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "problem", "value", "hint"), USES, ids=[use[0] for use in USES])
-def test_it_is_refused_before_torch_is_imported(tmp_path, words, problem, value, hint):
+def test_they_are_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "train.py").write_text("import torch\n", encoding="utf-8")
-    done = python("-c", RUN, *words.split(), folder=tmp_path, libraries=LEAN)
-    assert (done.exit_code, done.stdout) == (2, "[]\n"), done.stderr
-    names = ["memprof", "  value", "  hint"] if value else ["memprof", "  hint"]
-    parts = [problem, value, hint] if value else [problem, hint]
-    lines = done.stderr.splitlines()
-    assert [line.partition(":")[0] for line in lines] == names
-    assert [part in line for part, line in zip(parts, lines, strict=True)] == [True] * len(parts), done.stderr
+    done = python("-c", RUN, json.dumps([use[0].split() for use in USES]), folder=tmp_path, libraries=LEAN)
+    assert done.exit_code == 0, done.stderr
+    for use, (code, heavy, out, said) in zip(USES, json.loads(done.stdout), strict=True):
+        assert (code, heavy, out) == (2, [], ""), (use, said)
+        names = ["memprof", "  value", "  hint"] if use[2] else ["memprof", "  hint"]
+        lines = said.splitlines()
+        assert [line.partition(":")[0] for line in lines] == names, use
+        parts = [part for part in use[1:] if part]
+        assert [part in line for part, line in zip(parts, lines, strict=True)] == [True] * len(parts), said

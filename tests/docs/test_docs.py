@@ -178,23 +178,23 @@ def test_python_blocks_run(code, capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", _commands("memprof"))
-def test_commands_parse(command):
-    _check(shlex.split(command.partition(" > ")[0])[1:])
+def test_commands_parse():
+    for command in _commands("memprof"):
+        _check(shlex.split(command.partition(" > ")[0])[1:])
 
 
-@pytest.mark.parametrize("mention", _mentions("memprof"))
-def test_commands_and_options_mentioned_exist(mention):
-    command = typer.main.get_command(app)
-    # What follows "--" is another program's.
-    _, first, *rest = mention.partition(" -- ")[0].split()
-    if not first.startswith("-"):
-        assert first in command.commands
-        command = command.commands[first]
-    known = {"--help", *(spelling for parameter in command.params for spelling in parameter.opts)}
-    if command.context_settings.get("allow_interspersed_args") is False and not first.startswith("-"):
-        rest = rest[: len(rest) - len(_of_the_script(command, rest))]
-    assert {word for word in (first, *rest) if word.startswith("--")} <= known
+def test_commands_and_options_mentioned_exist():
+    for mention in _mentions("memprof"):
+        command = typer.main.get_command(app)
+        # What follows "--" is another program's.
+        _, first, *rest = mention.partition(" -- ")[0].split()
+        if not first.startswith("-"):
+            assert first in command.commands
+            command = command.commands[first]
+        known = {"--help", *(spelling for parameter in command.params for spelling in parameter.opts)}
+        if command.context_settings.get("allow_interspersed_args") is False and not first.startswith("-"):
+            rest = rest[: len(rest) - len(_of_the_script(command, rest))]
+        assert {word for word in (first, *rest) if word.startswith("--")} <= known
 
 
 @pytest.mark.parametrize("arguments", [["profile", "--no-such-option"], ["no-such-command"]])
@@ -203,29 +203,29 @@ def test_a_command_that_does_not_exist_is_noticed(arguments):
         _check(arguments)
 
 
-@pytest.mark.parametrize("command", [*_commands("make"), *_mentions("make")])
-def test_make_targets_exist(command):
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert shlex.split(command)[1] in targets
+def test_make_targets_exist():
+    for command in [*_commands("make"), *_mentions("make")]:
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert shlex.split(command)[1] in targets
 
 
 def test_what_the_matrix_of_releases_runs_exists():
     assert [path for path in releases.TESTS if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_relative_links_resolve(page):
-    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith(("http://", "https://", "mailto:")):
-            continue
-        path, _, anchor = target.partition("#")
-        other = page if not path else (page.parent / path).resolve()
-        assert other.exists(), f"{target} in {_name(page)}"
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
-            anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-            assert anchor in anchors, f"{target} in {_name(page)}"
+def test_relative_links_resolve():
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith(("http://", "https://", "mailto:")):
+                continue
+            path, _, anchor = target.partition("#")
+            other = page if not path else (page.parent / path).resolve()
+            assert other.exists(), f"{target} in {_name(page)}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+                assert anchor in anchors, f"{target} in {_name(page)}"
 
 
 def test_first_result_is_near_the_top_of_the_readme():

@@ -40,45 +40,31 @@ def _imported(code: str) -> set[str]:
     return {name.partition(".")[0] for name in _modules(code)}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("import memprof", id="memprof"),
-        pytest.param("import memprof.flows.profile", id="memprof.flows.profile"),
-        pytest.param("from memprof.device.catalog import list_gpus; list_gpus()", id="memprof.device.catalog"),
-        pytest.param("from memprof.workload.catalog import list_models; list_models()", id="memprof.workload.catalog"),
-        pytest.param("import memprof.trace.io", id="memprof.trace.io"),
-        pytest.param("import memprof.ledger.ledger", id="memprof.ledger.ledger"),
-        pytest.param("import memprof.findings", id="memprof.findings"),
-        pytest.param("import memprof.fixes.catalog", id="memprof.fixes.catalog"),
-        pytest.param("import memprof.allocator", id="memprof.allocator"),
-        pytest.param("import memprof.trace.snapshot_file", id="memprof.trace.snapshot_file"),
-        pytest.param("import memprof.report.documents.report", id="memprof.report.documents.report"),
-        pytest.param("import memprof.device.nvml, memprof.device.environment", id="memprof.device"),
-        pytest.param("import memprof.report.terminal.monitor", id="memprof.report.terminal.monitor"),
-        pytest.param(  # 1 where there is no driver
-            HELP.replace("--help", "monitor").replace("not done.code", "done.code in (0, 1)"), id="memprof monitor"
-        ),
-        pytest.param("import memprof.flows.compare", id="memprof.flows.compare"),
-        pytest.param("import memprof.pytest_plugin", id="memprof.pytest_plugin"),
-        pytest.param("import memprof.report.documents.estimate", id="memprof.report.documents.estimate"),
-        pytest.param("import memprof.report.terminal.estimate", id="memprof.report.terminal.estimate"),
-        pytest.param(HELP, id="memprof --help"),
-        pytest.param(
-            HELP.replace('"--help"', '"estimate", "--params", "1.2B", "--dtype", "float16", "--explain"'),
-            id="memprof estimate",
-        ),
-        pytest.param(HELP.replace("--help", "models"), id="memprof models"),
-        pytest.param(HELP.replace('"--help"', '"profile", "--help"'), id="memprof profile --help"),
-        pytest.param(HELP.replace('"--help"', '"verify", "--help"'), id="memprof verify --help"),
-        pytest.param(HELP.replace('"--help"', '"compare", "--help"'), id="memprof compare --help"),
-        pytest.param(HELP.replace('"--help"', '"recipes", "ls"'), id="memprof recipes ls"),
-    ],
-)
-def test_imports_nothing_heavy(code):
-    imported = _imported(code)
-    assert "memprof" in imported
-    assert not imported & set(HEAVY)
+IMPORTED = (
+    "memprof", "memprof.flows.profile", "memprof.device.catalog", "memprof.workload.catalog", "memprof.trace.io",
+    "memprof.ledger.ledger", "memprof.findings", "memprof.fixes.catalog", "memprof.allocator",
+    "memprof.trace.snapshot_file", "memprof.report.documents.report", "memprof.device.nvml",
+    "memprof.device.environment", "memprof.report.terminal.monitor", "memprof.flows.compare", "memprof.pytest_plugin",
+    "memprof.report.documents.estimate", "memprof.report.terminal.estimate",
+)  # fmt: skip
+COMMANDS = (
+    "--help", "models", "gpus", "profile --help", "verify --help", "compare --help", "recipes ls", "monitor",
+    "estimate --params 1.2B --dtype float16 --explain",
+)  # fmt: skip
+
+
+def test_imports_nothing_heavy():
+    """One after the other in one process: whatever one imports is there at the end."""
+    code = [f"import {name}" for name in IMPORTED] + [
+        HELP.replace('["--help"]', repr(words.split())).replace(
+            "not done.code",
+            "done.code in (0, 1)" if words == "monitor" else "not done.code",  # 1: there is no driver
+        )
+        for words in COMMANDS
+    ]
+    report = f"\nheavy = [name for name in {HEAVY} if name in sys.modules]\nassert not heavy, heavy"
+    imported = _imported("import sys\n" + "".join(f"{each}{report}\n" for each in code))
+    assert "memprof" in imported and not imported & set(HEAVY)
 
 
 def _rooms(modules: set[str]) -> set[str]:
@@ -144,7 +130,7 @@ def test_the_command_line_uses_no_private_name_of_typer():
     """Nor click, of which typer has a copy of its own that another release may change."""
     wrong = []
     for path in (ROOT / "memprof/cli").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 imported = [f"{getattr(node, 'module', '')}.{name.name}.".removeprefix(".") for name in node.names]
                 of_typer = [name for name in imported if name.startswith(("click.", "typer."))]
@@ -188,7 +174,9 @@ def _is_for_types(node: ast.AST) -> bool:
 def test_no_module_is_loaded_in_a_circle():
     found = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "memprof").rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for path, name in found.items()}
-    loads = {name: _imported_at_load(ast.parse(path.read_text()), modules) for name, path in modules.items()}
+    loads = {
+        name: _imported_at_load(ast.parse(path.read_text(encoding="utf-8")), modules) for name, path in modules.items()
+    }
     assert len(list(graphlib.TopologicalSorter(loads).static_order())) == len(modules) > 200
 
 

@@ -134,7 +134,7 @@ class Evaluator:
 
     def _draw_random_integers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return random integers from `func`, equal in every run, by a generator of our own; None for floats."""
-        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._num_draws)
             self._num_draws += 1

@@ -127,6 +127,19 @@ LINEAR_COST = frozenset(
         *(_aten._softmax, _aten._log_softmax, _aten.mean, _aten.prod, _aten.cumprod, _aten.logsumexp, _aten.var),
         *(_aten.linalg_vector_norm, _aten.avg_pool2d, _aten.max_pool2d_with_indices, _aten.upsample_nearest2d),
         *(_aten.upsample_bilinear2d, _aten._adaptive_avg_pool2d),
+        # Pointwise, and not tagged as such by torch.
+        *(
+            _aten.zero_,
+            _aten.fill_,
+            _aten.masked_fill_,
+            _aten.eq_,
+            _aten.ne_,
+            _aten.lt_,
+            _aten.le_,
+            _aten.gt_,
+            _aten.ge_,
+        ),
+        *(_aten.abs_, _aten.cumsum_, _aten.cumprod_, _aten.floor_divide, _aten.floor_divide_),
     }
 )
 # Matrix products.

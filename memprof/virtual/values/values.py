@@ -135,20 +135,20 @@ def _propagate_uniform(store: ValueStore, func: Any, args: Any, kwargs: Any, out
     if value is None:
         return False
     if packet is _aten.sum or packet is _aten.count_nonzero:
-        if value.is_floating_point() or not outputs[0].numel():
+        if value.is_floating_point():
             return False
         num_summands = args[0].numel() // outputs[0].numel()
         store.set_uniform(outputs[0], (value != 0 if packet is _aten.count_nonzero else value) * num_summands)
         return True
     if packet is _aten._to_copy or packet in unknown_values.UNIFORM_PRESERVING:
-        store.set_uniform(outputs[0], value)
+        store.set_uniform(outputs[0], value != 0 if packet is _aten.any or packet is _aten.all else value)
         return True
-    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.pointwise not in func.tags:
         return False
     uniform_args = [store.get_uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if any(uniform is None and arg is not None for uniform, arg in zip(uniform_args, args, strict=True)):
         return False
-    if find_tensors(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
+    if find_tensors(list(kwargs.values())):
         return False
     try:
         store.set_uniform(outputs[0], func(*uniform_args, **{k: v for k, v in kwargs.items() if k != "memory_format"}))

@@ -212,48 +212,48 @@ def test_flags(flag):
     assert not _accepts(f"{flag}:1", "2.15")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_allowed"),
-    [
-        ("pinned_num_register_threads:1", True),
-        ("pinned_num_register_threads:128", True),
-        ("pinned_num_register_threads:256", False),
-        ("pinned_num_register_threads:0", False),
-        ("pinned_num_register_threads:6", False),
-        ("pinned_reserve_segment_size_mb:0", False),
-        ("pinned_reserve_segment_size_mb:1", True),
-        ("per_process_memory_fraction:0", True),
-        ("per_process_memory_fraction:1", True),
-        ("per_process_memory_fraction:1.01", False),
-        ("per_process_memory_fraction:-0.01", False),
-        ("garbage_collection_threshold:0", False),
-        ("garbage_collection_threshold:1", False),
-        ("garbage_collection_threshold:1e-3", True),
-        ("garbage_collection_threshold:.5", True),
-        ("garbage_collection_threshold:.5e-1", True),
-        ("garbage_collection_threshold:+0.5", True),
-        ("garbage_collection_threshold:-0.5", False),
-        ("garbage_collection_threshold:inf", False),
-        ("garbage_collection_threshold:e5", False),
-        ("backend:native", True),
-        ("backend:cudaMallocAsync", True),
-        ("max_split_size_mb:18446744073709551616", False),
-        ("max_split_size_mb:64:128", False),
-        (",", False),
-        ("max_split_size_mb:64,,expandable_segments:True", False),
-        ("expandable_segments_reserve_by_class:[]", True),
-        ("expandable_segments_reserve_by_class:[a:0.5", False),
-        ("expandable_segments_reserve_by_class:a", False),
-        ("expandable_segments_reserve:", False),
-        ("roundup_power2_divisions:[1:0]", True),
-        ("roundup_power2_divisions:[9223372036854775808:2]", True),  # 19 digits
-        ("roundup_power2_divisions:[00000000000000000001:2]", False),  # 20
-        ("roundup_power2_divisions:[x:2]", False),
-        ("roundup_power2_divisions:[1:2,:4]", False),
-    ],
-)
-def test_what_is_allowed(text, is_allowed):
-    assert _accepts(text, "2.15") == is_allowed
+ALLOWED = [
+    ("pinned_num_register_threads:1", True),
+    ("pinned_num_register_threads:128", True),
+    ("pinned_num_register_threads:256", False),
+    ("pinned_num_register_threads:0", False),
+    ("pinned_num_register_threads:6", False),
+    ("pinned_reserve_segment_size_mb:0", False),
+    ("pinned_reserve_segment_size_mb:1", True),
+    ("per_process_memory_fraction:0", True),
+    ("per_process_memory_fraction:1", True),
+    ("per_process_memory_fraction:1.01", False),
+    ("per_process_memory_fraction:-0.01", False),
+    ("garbage_collection_threshold:0", False),
+    ("garbage_collection_threshold:1", False),
+    ("garbage_collection_threshold:1e-3", True),
+    ("garbage_collection_threshold:.5", True),
+    ("garbage_collection_threshold:.5e-1", True),
+    ("garbage_collection_threshold:+0.5", True),
+    ("garbage_collection_threshold:-0.5", False),
+    ("garbage_collection_threshold:inf", False),
+    ("garbage_collection_threshold:e5", False),
+    ("backend:native", True),
+    ("backend:cudaMallocAsync", True),
+    ("max_split_size_mb:18446744073709551616", False),
+    ("max_split_size_mb:64:128", False),
+    (",", False),
+    ("max_split_size_mb:64,,expandable_segments:True", False),
+    ("expandable_segments_reserve_by_class:[]", True),
+    ("expandable_segments_reserve_by_class:[a:0.5", False),
+    ("expandable_segments_reserve_by_class:a", False),
+    ("expandable_segments_reserve:", False),
+    ("roundup_power2_divisions:[1:0]", True),
+    ("roundup_power2_divisions:[9223372036854775808:2]", True),  # 19 digits
+    ("roundup_power2_divisions:[00000000000000000001:2]", False),  # 20
+    ("roundup_power2_divisions:[x:2]", False),
+    ("roundup_power2_divisions:[1:2,:4]", False),
+]
+
+
+def test_what_is_allowed():
+    for text, is_allowed in ALLOWED:
+        assert _accepts(text, "2.15") == is_allowed
 
 
 @pytest.mark.parametrize(
@@ -336,32 +336,32 @@ def test_divisions_of_each_octave(text, divisions):
     assert parse_config(f"roundup_power2_divisions:{text}").roundup_power2_divisions == divisions
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"max_split_size": 0}, {"max_split_size": 0}),
-        ({"max_split_size": -1}, {}),
-        ({"max_split_size": UNLIMITED >> 1}, {}),
-        ({"max_split_size": (UNLIMITED >> 1) - 1}, {"max_split_size": (UNLIMITED >> 1) - 1}),
-        ({"max_split_size": "64"}, {}),
-        ({"garbage_collection_threshold": 1}, {"garbage_collection_threshold": 1.0}),
-        ({"garbage_collection_threshold": "0.5"}, {}),
-        ({"expandable_segments": 1}, {}),
-        ({"expandable_segments": True}, {"expandable_segments": True}),
-        ({"roundup_power2_divisions": {"1": 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
-        ({"roundup_power2_divisions": {1: 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
-        ({"roundup_power2_divisions": {"32768": 2}}, {"roundup_power2_divisions": (0,) * 15 + (2,)}),
-        ({"roundup_power2_divisions": {"65536": 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),
-        ({"roundup_power2_divisions": {str(1 << 63): 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),  # 19 digits
-        ({"roundup_power2_divisions": {str(1 << 64): 4}}, {}),  # 20 digits
-        ({"roundup_power2_divisions": {"3": 2, "x": 2, "-1": 2, "0": 2, "4": "2"}}, {}),
-        ({"roundup_power2_divisions": {"1": 1}}, {}),  # no division
-        ({"roundup_power2_divisions": 2}, {}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": 7}, {}),
-    ],
-)
-def test_settings_of_a_snapshot_one_by_one(settings, expected):
-    assert config_from_settings(settings) == AllocatorConfig(**expected)
+SNAPSHOT_SETTINGS = [
+    ({"max_split_size": 0}, {"max_split_size": 0}),
+    ({"max_split_size": -1}, {}),
+    ({"max_split_size": UNLIMITED >> 1}, {}),
+    ({"max_split_size": (UNLIMITED >> 1) - 1}, {"max_split_size": (UNLIMITED >> 1) - 1}),
+    ({"max_split_size": "64"}, {}),
+    ({"garbage_collection_threshold": 1}, {"garbage_collection_threshold": 1.0}),
+    ({"garbage_collection_threshold": "0.5"}, {}),
+    ({"expandable_segments": 1}, {}),
+    ({"expandable_segments": True}, {"expandable_segments": True}),
+    ({"roundup_power2_divisions": {"1": 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
+    ({"roundup_power2_divisions": {1: 2}}, {"roundup_power2_divisions": (2,) + (0,) * 15}),
+    ({"roundup_power2_divisions": {"32768": 2}}, {"roundup_power2_divisions": (0,) * 15 + (2,)}),
+    ({"roundup_power2_divisions": {"65536": 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),
+    ({"roundup_power2_divisions": {str(1 << 63): 4}}, {"roundup_power2_divisions": (0,) * 15 + (4,)}),  # 19 digits
+    ({"roundup_power2_divisions": {str(1 << 64): 4}}, {}),  # 20 digits
+    ({"roundup_power2_divisions": {"3": 2, "x": 2, "-1": 2, "0": 2, "4": "2"}}, {}),
+    ({"roundup_power2_divisions": {"1": 1}}, {}),  # no division
+    ({"roundup_power2_divisions": 2}, {}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": 7}, {}),
+]
+
+
+def test_settings_of_a_snapshot_one_by_one():
+    for settings, expected in SNAPSHOT_SETTINGS:
+        assert config_from_settings(settings) == AllocatorConfig(**expected)
 
 
 def test_the_settings_of_a_snapshot_count_more_than_its_environment():

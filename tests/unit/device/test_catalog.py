@@ -47,13 +47,15 @@ NVLINK_GB = {
 UNIFIED = {key for key in KEYS if key.startswith(("jetson", "gb10", "ryzen"))}
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_capacity_is_below_the_size_on_the_box(key: str) -> None:
-    gpu = find_gpu(key)
-    sizes = [MARKETING_GIB[key]] if key in MARKETING_GIB else re.findall(r"(\d+)gb\b", " ".join((key, *gpu.aliases)))
-    lowest = 0.48 if key.startswith("ryzen") else 0.90
-    assert any(lowest < gpu.total_bytes / GIB / int(size) <= 1.0 for size in sizes)
-    assert (gpu.capacity_kind == "nominal") == (gpu.total_bytes / GIB == int(sizes[-1]))
+def test_capacity_is_below_the_size_on_the_box() -> None:
+    for key in KEYS:
+        gpu = find_gpu(key)
+        sizes = (
+            [MARKETING_GIB[key]] if key in MARKETING_GIB else re.findall(r"(\d+)gb\b", " ".join((key, *gpu.aliases)))
+        )
+        lowest = 0.48 if key.startswith("ryzen") else 0.90
+        assert any(lowest < gpu.total_bytes / GIB / int(size) <= 1.0 for size in sizes)
+        assert (gpu.capacity_kind == "nominal") == (gpu.total_bytes / GIB == int(sizes[-1]))
 
 
 @pytest.mark.parametrize("key", REPORTED_GIB)
@@ -62,49 +64,49 @@ def test_capacity_is_the_one_that_cuda_reported(key: str) -> None:
     assert find_gpu(key).capacity_kind == "reported"
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_figures_are_plausible(key: str) -> None:
-    gpu = find_gpu(key)
-    major, minor = gpu.compute_capability
-    assert 6 <= major <= 12
-    assert 0 <= minor <= 9
-    assert 8 <= gpu.num_sms <= 304
-    assert 60e9 < gpu.memory_bandwidth < 9e12
-    links = (15_750_000_000, 31_500_000_000, 63_000_000_000, 450_000_000_000)  # PCIe 3, 4, 5; C2C
-    assert gpu.host_bandwidth == gpu.memory_bandwidth if key in UNIFIED else gpu.host_bandwidth in links
-    assert (gpu.nvlink_bandwidth or 0) == NVLINK_GB.get(key, 0) * 10**9
-    assert gpu.link_bandwidth == (gpu.nvlink_bandwidth if key in NVLINK_GB else gpu.host_bandwidth)
-    assert gpu.l2_bytes is None or 1e6 <= gpu.l2_bytes < 200e6
-    assert gpu.sources
+def test_figures_are_plausible() -> None:
+    for key in KEYS:
+        gpu = find_gpu(key)
+        major, minor = gpu.compute_capability
+        assert 6 <= major <= 12
+        assert 0 <= minor <= 9
+        assert 8 <= gpu.num_sms <= 304
+        assert 60e9 < gpu.memory_bandwidth < 9e12
+        links = (15_750_000_000, 31_500_000_000, 63_000_000_000, 450_000_000_000)  # PCIe 3, 4, 5; C2C
+        assert gpu.host_bandwidth == gpu.memory_bandwidth if key in UNIFIED else gpu.host_bandwidth in links
+        assert (gpu.nvlink_bandwidth or 0) == NVLINK_GB.get(key, 0) * 10**9
+        assert gpu.link_bandwidth == (gpu.nvlink_bandwidth if key in NVLINK_GB else gpu.host_bandwidth)
+        assert gpu.l2_bytes is None or 1e6 <= gpu.l2_bytes < 200e6
+        assert gpu.sources
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_peaks_follow_the_architecture(key: str) -> None:
-    gpu = find_gpu(key)
-    peak = gpu.peak_flops
-    assert set(peak) <= set(DTYPES)
-    assert 1e12 < peak["float32"] < 200e12
-    if key in UNIFIED or "gfx" in gpu.note:
-        return
-    # Tensor cores came with 7.0, bfloat16 and tf32 with 8.0, float8 with 8.9.
-    assert ("bfloat16" in peak) == ("tf32" in peak) == (gpu.compute_capability >= (8, 0))
-    assert ("float8" in peak) == (gpu.compute_capability >= (8, 9))
-    if "bfloat16" in peak:
-        assert peak["bfloat16"] == peak["float16"]
-        assert 1.9 < peak["bfloat16"] / peak["tf32"] < 2.1
-    if "float8" in peak:
-        assert 1.9 < peak["float8"] / peak["float16"] < 2.1
+def test_peaks_follow_the_architecture() -> None:
+    for key in KEYS:
+        gpu = find_gpu(key)
+        peak = gpu.peak_flops
+        assert set(peak) <= set(DTYPES)
+        assert 1e12 < peak["float32"] < 200e12
+        if key in UNIFIED or "gfx" in gpu.note:
+            continue
+        # Tensor cores came with 7.0, bfloat16 and tf32 with 8.0, float8 with 8.9.
+        assert ("bfloat16" in peak) == ("tf32" in peak) == (gpu.compute_capability >= (8, 0))
+        assert ("float8" in peak) == (gpu.compute_capability >= (8, 9))
+        if "bfloat16" in peak:
+            assert peak["bfloat16"] == peak["float16"]
+            assert 1.9 < peak["bfloat16"] / peak["tf32"] < 2.1
+        if "float8" in peak:
+            assert 1.9 < peak["float8"] / peak["float16"] < 2.1
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_derived_capacity_says_how(key: str) -> None:
-    gpu = find_gpu(key)
-    assert gpu.capacity_kind in ("reported", "derived", "nominal")
-    if gpu.capacity_kind != "reported":
-        assert "capacity" in gpu.note.lower()
-    else:
-        # A reported one quotes the figure: bytes, MiB, MB or GiB.
-        assert any(re.search(r"\d(?:\.\d+)? ?(?:GiB|MiB|MB|bytes)|_bytes=\d", source) for source in gpu.sources)
+def test_a_derived_capacity_says_how() -> None:
+    for key in KEYS:
+        gpu = find_gpu(key)
+        assert gpu.capacity_kind in ("reported", "derived", "nominal")
+        if gpu.capacity_kind != "reported":
+            assert "capacity" in gpu.note.lower()
+        else:
+            # A reported one quotes the figure: bytes, MiB, MB or GiB.
+            assert any(re.search(r"\d(?:\.\d+)? ?(?:GiB|MiB|MB|bytes)|_bytes=\d", source) for source in gpu.sources)
 
 
 def test_names_lead_to_one_gpu() -> None:
@@ -118,32 +120,32 @@ def test_names_lead_to_one_gpu() -> None:
         assert find_gpu(gpu.name) in (gpu, next(other for other in list_gpus() if other.name == gpu.name))
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("h100", "h100-80gb"),
-        ("H100 80GB", "h100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("a100", "a100-80gb"),
-        ("A100_40GB", "a100-40gb"),
-        ("nvidia a100-sxm4-40gb", "a100-40gb"),
-        ("4090", "rtx-4090"),
-        ("RTX 4090", "rtx-4090"),
-        ("GeForce RTX 4090", "rtx-4090"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("Tesla T4", "t4"),
-        ("A6000", "rtx-a6000"),
-        ("3060", "rtx-3060-12gb"),
-        ("MI300X", "mi300x"),
-        ("NVIDIA GeForce RTX 5060 Ti", "rtx-5060-ti-16gb"),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-3g.40gb"),
-        ("DGX Spark", "gb10"),
-        ("4070 Ti Super", "rtx-4070-ti-super"),
-        ("AMD Radeon RX 7900 XTX", "rx-7900-xtx"),
-    ],
-)
-def test_find_gpu_knows_the_ways_people_write(name: str, key: str) -> None:
-    assert find_gpu(name).key == key
+WRITTEN = [
+    ("h100", "h100-80gb"),
+    ("H100 80GB", "h100-80gb"),
+    ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+    ("a100", "a100-80gb"),
+    ("A100_40GB", "a100-40gb"),
+    ("nvidia a100-sxm4-40gb", "a100-40gb"),
+    ("4090", "rtx-4090"),
+    ("RTX 4090", "rtx-4090"),
+    ("GeForce RTX 4090", "rtx-4090"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ("Tesla T4", "t4"),
+    ("A6000", "rtx-a6000"),
+    ("3060", "rtx-3060-12gb"),
+    ("MI300X", "mi300x"),
+    ("NVIDIA GeForce RTX 5060 Ti", "rtx-5060-ti-16gb"),
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100-3g.40gb"),
+    ("DGX Spark", "gb10"),
+    ("4070 Ti Super", "rtx-4070-ti-super"),
+    ("AMD Radeon RX 7900 XTX", "rx-7900-xtx"),
+]
+
+
+def test_find_gpu_knows_the_ways_people_write() -> None:
+    for name, key in WRITTEN:
+        assert find_gpu(name).key == key
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

@@ -178,74 +178,74 @@ def exceeds(length: int) -> str:
     return f"Input length ({length} tokens) exceeds the maximum allowed length (2000 tokens)"
 
 
-@pytest.mark.parametrize(
-    ("log", "known", "expected"),
-    [
-        (f"{LOADED} tp_size=3", {**KV, "message": "Not enough memory mem_fraction_static=0.8"}, [
-            "0.8750 > --mem-fraction-static 0.88", "6 3 > --tp-size 6", "> --quantization fp8",
-        ]),
-        # The next hundredth leaves 0.005 or more to the cache.
-        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9151"}, [
-            "0.9151 > --mem-fraction-static 0.93", *SG_WEIGHTS,
-        ]),
-        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9610"}, [
-            "0.9610 > --mem-fraction-static 0.97", *SG_WEIGHTS,
-        ]),
-        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9660"}, SG_WEIGHTS),
-        # Half way from 0.8 to all.
-        (LOADED, {**KV, "message": "leave no GPU memory mem_fraction_static=0.8"}, [
-            "0.8 > --mem-fraction-static 0.9", *SG_WEIGHTS,
-        ]),
-        ("quantization=awq", {**KV, "message": "minimum viable = 1 - available/pre = 0.7999 mem_fraction_static=0.8"}, [
-            "> --tp-size 2",
-        ]),
-        ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.8 mem_fraction_static=0.8"}, [
-            "0.8000 > --mem-fraction-static 0.81", *SG_WEIGHTS,
-        ]),
-        (LOADED.replace("70.00", "0.00"), {**KV, "message": "Not enough memory"}, [
-            "> --mem-fraction-static 0.95", *SG_WEIGHTS,
-        ]),
-        ("mem_fraction_static=0.8", {**TOKENS, "message": "Try to allocate 48 tokens"}, [
-            *LESS, "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.9",
-        ]),
-        ("mem-fraction-static 0.96 kv_cache_dtype='fp8_e4m3'", TOKENS, LESS),
-        ("--kv-cache-dtype fp8 mem_fraction_static=0.95", TOKENS, [*LESS, "> --mem-fraction-static 0.97"]),
-        ("--tp 4", {**LENGTH, "message": exceeds(4000)}, [
-            "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.95", "8 4 > --tp-size 8",
-            "> --allow-auto-truncate",
-        ]),
-        ("", {**LENGTH, "message": exceeds(4001)}, [
-            "> --mem-fraction-static 0.95", "> --tp-size 2", "> --allow-auto-truncate",
-        ]),
-        ("", {"stage": Stage.LOAD}, SG_WEIGHTS),
-        ("tp-size 2", {"stage": Stage.LOAD}, ["4 2 > --tp-size 4", "> --quantization fp8"]),
-        # 0.88 - 2 / 80
-        ("mem_fraction_static=0.88", {"stage": Stage.WARM_UP, "tried": "3.00 GiB", "free": "1.00 GiB",
-                                      "total": "80.0 GiB"}, [
-            "2.00 0.85 0.88 > --mem-fraction-static 0.85", "> --cuda-graph-max-bs 16", "> --tp-size 2",
-        ]),
-        ("set cuda-graph-max-bs-decode", {"stage": Stage.WARM_UP}, [
-            "0.8 > --mem-fraction-static 0.8", "> --cuda-graph-max-bs-decode 16", "> --tp-size 2",
-        ]),
-        ("chunked_prefill_size=4096 mem_fraction_static=0.05", {"stage": Stage.SERVE}, [
-            "> --chunked-prefill-size 1024", "> --tp-size 2",
-        ]),
-        ("chunked_prefill_size=2044 mem_fraction_static=0.06", {"stage": Stage.SERVE}, [
-            "0.01 0.06 > --mem-fraction-static 0.01", "> --chunked-prefill-size 512", "> --tp-size 2",
-        ]),
-        *(
-            ("", known, ["0.8 > --mem-fraction-static 0.8", "> --chunked-prefill-size 2048", "> --tp-size 2"])
-            for known in ({}, ENOUGH)
-        ),
-        ("--tp 4", {"cause": Cause.HOST_MEMORY, "message": HOST, "free": "25.40 GB"}, [
-            "> --enable-hierarchical-cache --hicache-size 6", "> memprof doctor --env",
-        ]),
-        ("tp_size=30", {"cause": Cause.HOST_MEMORY, "free": "25.40 GB"}, ["> memprof doctor --env"]),
-        ("", {"cause": Cause.HOST_MEMORY}, ["> memprof doctor --env"]),
-    ],
-)  # fmt: skip
-def test_sglang(log: str, known: dict[str, Any], expected: list[str]) -> None:
-    assert advise(SGLANG, log, **known) == expected
+ON_SGLANG = [
+    (f"{LOADED} tp_size=3", {**KV, "message": "Not enough memory mem_fraction_static=0.8"}, [
+        "0.8750 > --mem-fraction-static 0.88", "6 3 > --tp-size 6", "> --quantization fp8",
+    ]),
+    # The next hundredth leaves 0.005 or more to the cache.
+    ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9151"}, [
+        "0.9151 > --mem-fraction-static 0.93", *SG_WEIGHTS,
+    ]),
+    ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9610"}, [
+        "0.9610 > --mem-fraction-static 0.97", *SG_WEIGHTS,
+    ]),
+    ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.9660"}, SG_WEIGHTS),
+    # Half way from 0.8 to all.
+    (LOADED, {**KV, "message": "leave no GPU memory mem_fraction_static=0.8"}, [
+        "0.8 > --mem-fraction-static 0.9", *SG_WEIGHTS,
+    ]),
+    ("quantization=awq", {**KV, "message": "minimum viable = 1 - available/pre = 0.7999 mem_fraction_static=0.8"}, [
+        "> --tp-size 2",
+    ]),
+    ("", {**KV, "message": "minimum viable = 1 - available/pre = 0.8 mem_fraction_static=0.8"}, [
+        "0.8000 > --mem-fraction-static 0.81", *SG_WEIGHTS,
+    ]),
+    (LOADED.replace("70.00", "0.00"), {**KV, "message": "Not enough memory"}, [
+        "> --mem-fraction-static 0.95", *SG_WEIGHTS,
+    ]),
+    ("mem_fraction_static=0.8", {**TOKENS, "message": "Try to allocate 48 tokens"}, [
+        *LESS, "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.9",
+    ]),
+    ("mem-fraction-static 0.96 kv_cache_dtype='fp8_e4m3'", TOKENS, LESS),
+    ("--kv-cache-dtype fp8 mem_fraction_static=0.95", TOKENS, [*LESS, "> --mem-fraction-static 0.97"]),
+    ("--tp 4", {**LENGTH, "message": exceeds(4000)}, [
+        "> --kv-cache-dtype fp8_e5m2", "> --mem-fraction-static 0.95", "8 4 > --tp-size 8",
+        "> --allow-auto-truncate",
+    ]),
+    ("", {**LENGTH, "message": exceeds(4001)}, [
+        "> --mem-fraction-static 0.95", "> --tp-size 2", "> --allow-auto-truncate",
+    ]),
+    ("", {"stage": Stage.LOAD}, SG_WEIGHTS),
+    ("tp-size 2", {"stage": Stage.LOAD}, ["4 2 > --tp-size 4", "> --quantization fp8"]),
+    # 0.88 - 2 / 80
+    ("mem_fraction_static=0.88", {"stage": Stage.WARM_UP, "tried": "3.00 GiB", "free": "1.00 GiB",
+                                  "total": "80.0 GiB"}, [
+        "2.00 0.85 0.88 > --mem-fraction-static 0.85", "> --cuda-graph-max-bs 16", "> --tp-size 2",
+    ]),
+    ("set cuda-graph-max-bs-decode", {"stage": Stage.WARM_UP}, [
+        "0.8 > --mem-fraction-static 0.8", "> --cuda-graph-max-bs-decode 16", "> --tp-size 2",
+    ]),
+    ("chunked_prefill_size=4096 mem_fraction_static=0.05", {"stage": Stage.SERVE}, [
+        "> --chunked-prefill-size 1024", "> --tp-size 2",
+    ]),
+    ("chunked_prefill_size=2044 mem_fraction_static=0.06", {"stage": Stage.SERVE}, [
+        "0.01 0.06 > --mem-fraction-static 0.01", "> --chunked-prefill-size 512", "> --tp-size 2",
+    ]),
+    *(
+        ("", known, ["0.8 > --mem-fraction-static 0.8", "> --chunked-prefill-size 2048", "> --tp-size 2"])
+        for known in ({}, ENOUGH)
+    ),
+    ("--tp 4", {"cause": Cause.HOST_MEMORY, "message": HOST, "free": "25.40 GB"}, [
+        "> --enable-hierarchical-cache --hicache-size 6", "> memprof doctor --env",
+    ]),
+    ("tp_size=30", {"cause": Cause.HOST_MEMORY, "free": "25.40 GB"}, ["> memprof doctor --env"]),
+    ("", {"cause": Cause.HOST_MEMORY}, ["> memprof doctor --env"]),
+]  # fmt: skip
+
+
+def test_sglang() -> None:
+    for log, known, expected in ON_SGLANG:
+        assert advise(SGLANG, log, **known) == expected
 
 
 def test_figures_of_sglang() -> None:
@@ -682,33 +682,33 @@ def frames(*paths: str) -> list[TracebackFrame]:
 LIBRARY = "/venv/lib/python3.12/site-packages"
 
 
-@pytest.mark.parametrize(
-    ("source", "found_frames", "first_line", "log", "name"),
-    [
-        *((engine.name, [], "", "", engine.name) for engine in ENGINES),
-        ("ggml", [], "", "", "llama.cpp"),
-        ("ggml", [], "", "time=1 OLLAMA_HOST", "Ollama"),
-        ("ggml", frames("/app/train.py"), "", "", "llama.cpp"),
-        ("XLA", [], "", "", "JAX"),
-        ("XLA", [], "", "import torch_xla", "torch_xla"),
-        ("XLA", [], "", "import tensorflow", "TensorFlow"),
-        # A path says more than the log.
-        ("XLA", frames(f"{LIBRARY}/keras/x.py"), "", "import torch_xla", "TensorFlow"),
-        ("XLA", frames(f"{LIBRARY}/jax/x.py"), "", "import torch_xla", "JAX"),
-        ("torch", frames(f"{LIBRARY}/vllm/v1/x.py", f"{LIBRARY}/torch/x.py"), "", "", "vLLM"),
-        ("CUDA", frames(f"{LIBRARY}/sglang/srt/x.py"), "", "", "SGLang"),
-        ("cuBLAS", frames(f"{LIBRARY}/text_generation_server/x.py"), "", "", "TGI"),
-        ("cuDNN", frames(f"{LIBRARY}/tensorrt_llm/x.py"), "", "", "TensorRT-LLM"),
-        # Its caller is a program's own.
-        ("torch", frames(f"{LIBRARY}/vllm/v1/x.py", "/app/train.py"), "", "", None),
-        # With a traceback its line decides, and else the log.
-        ("torch", frames(f"{LIBRARY}/torch/x.py"), "(EngineCore pid=9) error", "", "vLLM"),
-        ("torch", frames(f"{LIBRARY}/torch/x.py"), "error", "see vllm serve ", None),
-        ("torch", [], "error", "see vllm serve ", "vLLM"),
-        ("torch", [], "(EngineCore pid=9) error", "", None),
-        ("NCCL", [], "", "see vllm serve ", None),
-    ],
-)
-def test_which_engine_an_error_is_of(source, found_frames, first_line, log, name) -> None:
-    engine = find_engine(source, found_frames, first_line, log)
-    assert (None if engine is None else engine.name) == name
+ENGINE_OF_ERRORS = [
+    *((engine.name, [], "", "", engine.name) for engine in ENGINES),
+    ("ggml", [], "", "", "llama.cpp"),
+    ("ggml", [], "", "time=1 OLLAMA_HOST", "Ollama"),
+    ("ggml", frames("/app/train.py"), "", "", "llama.cpp"),
+    ("XLA", [], "", "", "JAX"),
+    ("XLA", [], "", "import torch_xla", "torch_xla"),
+    ("XLA", [], "", "import tensorflow", "TensorFlow"),
+    # A path says more than the log.
+    ("XLA", frames(f"{LIBRARY}/keras/x.py"), "", "import torch_xla", "TensorFlow"),
+    ("XLA", frames(f"{LIBRARY}/jax/x.py"), "", "import torch_xla", "JAX"),
+    ("torch", frames(f"{LIBRARY}/vllm/v1/x.py", f"{LIBRARY}/torch/x.py"), "", "", "vLLM"),
+    ("CUDA", frames(f"{LIBRARY}/sglang/srt/x.py"), "", "", "SGLang"),
+    ("cuBLAS", frames(f"{LIBRARY}/text_generation_server/x.py"), "", "", "TGI"),
+    ("cuDNN", frames(f"{LIBRARY}/tensorrt_llm/x.py"), "", "", "TensorRT-LLM"),
+    # Its caller is a program's own.
+    ("torch", frames(f"{LIBRARY}/vllm/v1/x.py", "/app/train.py"), "", "", None),
+    # With a traceback its line decides, and else the log.
+    ("torch", frames(f"{LIBRARY}/torch/x.py"), "(EngineCore pid=9) error", "", "vLLM"),
+    ("torch", frames(f"{LIBRARY}/torch/x.py"), "error", "see vllm serve ", None),
+    ("torch", [], "error", "see vllm serve ", "vLLM"),
+    ("torch", [], "(EngineCore pid=9) error", "", None),
+    ("NCCL", [], "", "see vllm serve ", None),
+]
+
+
+def test_which_engine_an_error_is_of() -> None:
+    for source, found_frames, first_line, log, name in ENGINE_OF_ERRORS:
+        engine = find_engine(source, found_frames, first_line, log)
+        assert (None if engine is None else engine.name) == name

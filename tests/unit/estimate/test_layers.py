@@ -191,7 +191,7 @@ def test_keys_and_values_go_into_the_cache() -> None:
 
 @pytest.mark.parametrize(
     ("kv_heads", "heads", "ranks", "width"),
-    [(2, 4, 2, 32), (2, 4, 4, 64), (1, 4, 4, 64), (3, 6, 2, 96), (3, 6, 6, 96)],
+    [(2, 4, 2, 32), (2, 4, 4, 64), (2, 8, 4, 64), (1, 4, 4, 64), (3, 6, 2, 96), (3, 6, 6, 96)],
 )
 def test_ranks_exchange_heads_for_tokens(kv_heads: int, heads: int, ranks: int, width: int) -> None:
     """Heads of keys and values are repeated where there are fewer than ranks, or a number that cannot be divided."""

@@ -232,6 +232,8 @@ def test_strategies_divide_more_and_more():
     assert [(cell.method.key, cell.strategy) for cell in sharded] == [
         (method, name) for method in methods for name, _ in STRATEGIES
     ]
+    needed = [cell.allocated_bytes for cell in sharded if cell.method.key == "full"]
+    assert needed[0] > needed[1] >= needed[2] > needed[3]
 
 
 def test_a_plan_is_of_the_rank_that_needs_most():

@@ -43,6 +43,12 @@ def test_the_line_that_runs_for_the_first_time_and_what_it_makes() -> None:
     assert finding.evidence[0].source == PENALTY
 
 
+def test_the_steps_before_it_have_the_most_of_any_of_them() -> None:
+    finding = found(steps(0, 0, 0, 40 * MIB, held=2 * MIB), 63 * MIB)
+    assert finding is not None and "Step 4 allocates 106.00 MiB, the steps before it 64.00 MiB" in finding.title
+    assert not finding.is_decisive
+
+
 def test_the_line_may_be_of_a_caller() -> None:
     b = steps(0, 0, 40 * MIB, line="train.py:1 main")  # which runs in each step
     b.trace.sources.append(PENALTY)

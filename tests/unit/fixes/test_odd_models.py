@@ -293,11 +293,11 @@ def test_undo_goes_on_when_one_action_fails():
     memprof.apply(model, "activation-checkpointing").undo()
 
 
-@pytest.mark.parametrize("name", FIXES)
-def test_a_name_with_a_typing_error_is_named(name):
-    with pytest.raises(UsageError) as raised:
-        memprof.apply(models.llama(), name[:-1] + ("x" if name[-1] != "x" else "y"))
-    assert f"did you mean {name!r}" in str(raised.value)
+def test_a_name_with_a_typing_error_is_named():
+    for name in FIXES:
+        with pytest.raises(UsageError) as raised:
+            memprof.apply(models.llama(), name[:-1] + ("x" if name[-1] != "x" else "y"))
+        assert f"did you mean {name!r}" in str(raised.value)
 
 
 @pytest.mark.parametrize("size", [25, 26, 27, 10**9])

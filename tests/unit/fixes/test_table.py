@@ -90,17 +90,17 @@ def test_no_other_file_spells_a_setting():
     assert EXPANDABLE_SEGMENTS == "expandable_segments:True" and found == set(MAY_NAME_SETTINGS)
 
 
-@pytest.mark.parametrize("name", FIXES)
-def test_what_an_entry_names_is_there(name):
-    fix = FIXES[name]
-    assert callable(pkgutil.resolve_name(fix.install))
-    assert not fix.edit or callable(pkgutil.resolve_name(fix.edit))
-    fields = {field.name for field in dataclasses.fields(TargetSpec)}
-    assert {*fix.edits, *fix.useless_if} <= fields
-    assert all(other in FIXES for other in fix.conflicts)
-    assert not (fix.edits and fix.edit)
-    # A set that is searched has a place for each of its members.
-    assert bool(fix.tiers) == bool(fix.search_order)
+def test_what_an_entry_names_is_there():
+    for name in FIXES:
+        fix = FIXES[name]
+        assert callable(pkgutil.resolve_name(fix.install))
+        assert not fix.edit or callable(pkgutil.resolve_name(fix.edit))
+        fields = {field.name for field in dataclasses.fields(TargetSpec)}
+        assert {*fix.edits, *fix.useless_if} <= fields
+        assert all(other in FIXES for other in fix.conflicts)
+        assert not (fix.edits and fix.edit)
+        # A set that is searched has a place for each of its members.
+        assert bool(fix.tiers) == bool(fix.search_order)
 
 
 def test_places_are_taken_once():

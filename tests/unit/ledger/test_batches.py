@@ -39,7 +39,7 @@ def test_each_step_takes_what_its_length_takes(spec: TargetSpec) -> None:
     found = document(spec).batches
     assert found is not None and found.longest == 1000 and found.mean_length == sum(LENGTHS) / len(LENGTHS)
     assert sorted(step.sequence_length for step in found.steps) == sorted(LENGTHS)
-    for step in found.steps[1:]:  # the first has no optimizer state yet
+    for step in found.steps[1:4]:  # the first has no optimizer state yet
         alone = document(spec.edit(lengths=None, context_length=step.sequence_length, steps=2))
         # Beside a mask of 8 bytes a token: blocks that an earlier step left are given out whole where they are not
         # much too large, and count as allocated.

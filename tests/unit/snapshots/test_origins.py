@@ -215,9 +215,7 @@ def test_chains_of_calls() -> None:
         assert (origin.module, origin.part, origin.in_module) == (module, part, False)
 
 
-@pytest.mark.parametrize(
-    ("line", "is_optimizer"),
-    [
+OPTIMIZER_LINES = [
         *((f"my_{file}.py:3 step", True) for file in (
             "optim", "Adam", "sgd", "lion", "muon", "shampoo", "adafactor", "lamb")),
         *((f"my_adam.py:3 {name}", True) for name in (
@@ -227,10 +225,12 @@ def test_chains_of_calls() -> None:
         ("/adam/train.py:3 step", False),  # the file's name counts
         (f"{SITE}/torch/optim/adamw.py:3 anything", True),
         (f"{SITE}/torch/optim/lr_scheduler.py:3 step", False),
-    ],
-)  # fmt: skip
-def test_lines_of_an_optimizer(line: str, is_optimizer: bool) -> None:
-    assert (find_origin(stack(line)).part == "optimizer step") == is_optimizer
+    ]  # fmt: skip
+
+
+def test_lines_of_an_optimizer() -> None:
+    for line, is_optimizer in OPTIMIZER_LINES:
+        assert (find_origin(stack(line)).part == "optimizer step") == is_optimizer
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,7 @@ def test_functions_that_build_a_model(name: str) -> None:
     assert find_origin(stack(f"model.py:5 {name}")).category == "parameters"
 
 
-@pytest.mark.parametrize(
-    ("lines", "op", "category"),
-    [
+CATEGORIES_OF_LINES = [
         *(((f"f.py:3 {name}",), "", "logits and loss") for name in (
             "cross_entropy", "nll_loss", "log_softmax", "my_loss", "loss_fn", "LOSS", "logsumexp")),
         (("f.py:3 flossing",), "", "logits and loss"),
@@ -267,10 +265,12 @@ def test_functions_that_build_a_model(name: str) -> None:
         # Of the lines below the module's call, the innermost that says something decides.
         (("f.py:3 cross_entropy", "kv_cache.py:9 f"), "", "logits and loss"),
         (("kv_cache.py:9 f", "f.py:3 cross_entropy"), "", "KV cache"),
-    ],
-)  # fmt: skip
-def test_category_by_the_line_or_the_operator(lines: tuple[str, ...], op: str, category: str | None) -> None:
-    assert find_origin(stack(*lines, op=op)).category == category
+    ]  # fmt: skip
+
+
+def test_category_by_the_line_or_the_operator() -> None:
+    for lines, op, category in CATEGORIES_OF_LINES:
+        assert find_origin(stack(*lines, op=op)).category == category
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from memprof.virtual import VirtualGpu
 from memprof.virtual.integrations.mode_bypasses import ModeBypasses
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
@@ -315,7 +316,7 @@ def captured(seed: int, **changes: Any) -> Trace:
     return capture_virtual(Workload(spec, find_source(spec)), GPU)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", by_day([False, True], True))
 def test_same_run_same_trace(checkpointing: bool) -> None:
     first, second = (captured(seed, activation_checkpointing=checkpointing) for seed in (0, 1))
     for table in ("events", "storages", "ops", "modules", "sources", "phases", "owners", "mismatches", "assumptions"):

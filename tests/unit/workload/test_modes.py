@@ -23,6 +23,7 @@ from memprof.report.terminal.report import render
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Role, Trace
 from memprof.workload.models import find_source
+from tests.lanes import by_day
 
 TINY = {
     "model_type": "llama",
@@ -71,7 +72,7 @@ def lora_parameters(rank: int) -> int:
     return LAYERS * rank * ((HIDDEN + HIDDEN) + (HIDDEN + KV))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", by_day([False, True], True))
 def test_lora_trains_the_adapter_alone(config, checkpointing):
     trace, document = run(config, adapter="lora", lora_rank=4, activation_checkpointing=checkpointing)
     count = lora_parameters(4)

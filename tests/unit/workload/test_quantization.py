@@ -67,7 +67,7 @@ def test_npt_trains_beside_a_base_in_few_bits(quantize):
     assert plain.peak.categories["parameters"] - document.peak.categories["parameters"] > 0.9 * LINEAR
 
 
-@pytest.mark.parametrize("name", QUANTIZED_OPTIMIZERS)
+@pytest.mark.parametrize("name", by_day(QUANTIZED_OPTIMIZERS, "paged-adamw-8bit", "torchao-adamw-4bit"))
 def test_optimizer_state(name):
     pytest.importorskip("torchao" if name.startswith("torchao") else "bitsandbytes")
     _, document = profile(optimizer=name, steps=2, dtype="bfloat16")

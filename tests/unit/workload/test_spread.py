@@ -9,6 +9,7 @@ import pytest
 import memprof
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec
+from tests.lanes import by_day
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "hidden_size": 256,
@@ -37,7 +38,9 @@ def state(document):
     return found.parameters_bytes, found.gradients_bytes, found.optimizer_state_bytes
 
 
-@pytest.mark.parametrize("plan", ["fsdp", "fsdp:shard_grad_op", "hsdp:2x2", "tp=2,fsdp=2"])
+@pytest.mark.parametrize(
+    "plan", by_day(["fsdp", "fsdp:shard_grad_op", "hsdp:2x2", "tp=2,fsdp=2"], "hsdp:2x2", "tp=2,fsdp=2")
+)
 def test_shards_add_up_to_the_whole(profile, plan):
     """Of parameters, gradients and optimizer state: bfloat16, and AdamW's two moments in it."""
     document = profile(plan, 4)
@@ -85,7 +88,7 @@ def test_gpipe_keeps_all_micro_batches(profile):
     assert second.peak.categories["activations"] > 2.5 * first.peak.categories["activations"]
 
 
-@pytest.mark.parametrize("plan", ["cp=2", "ulysses=2"])
+@pytest.mark.parametrize("plan", by_day(["cp=2", "ulysses=2"], "cp=2"))
 def test_a_part_of_the_sequence_has_half_of_the_logits(profile, plan):
     whole, part = profile(None), profile(plan, 2, rank=1)
     logits = [found.peak.categories["logits and loss"] for found in (whole, part)]

@@ -69,6 +69,12 @@ def test_sglang_reserves_what_its_fraction_leaves(
     assert found.fraction == pytest.approx(1 - reserved / (gib * 1024 * 1.015), abs=0.0006)
 
 
+def test_sizes_of_piecewise_graphs() -> None:
+    limits = (3, 4, 32, 47, 48, 256, 287, 288, 512, 575, 576, 1024, 1279, 1280, 4096, 4607, 4608, 5120)
+    counts = [0, 1, 8, 8, 9, 22, 22, 23, 30, 30, 31, 38, 38, 39, 50, 50, 51, 52]
+    assert [sglang._count_piecewise_sizes(limit) for limit in limits] == counts
+
+
 @pytest.mark.parametrize(
     ("layers", "hidden", "share"),
     # 24 layers of 1,024 are 1: a tenth less for each 1 more, and no more than 1.05 nor less than 0.8 of 0.95.

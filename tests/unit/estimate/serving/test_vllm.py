@@ -96,6 +96,7 @@ def test_a_budget_by_hand() -> None:
 )
 def test_blocks_of_latent_vectors_are_larger_where_flashmla_runs(gpu: str, block_size: int) -> None:
     assert compute("deepseek-v2-lite", gpu, context_length=1024).block_size == block_size
+    assert compute("qwen2.5-7b", gpu, context_length=1024, block_size=32).block_size == 32
 
 
 def test_prefixes_are_cached_and_images_profiled_unless_that_is_switched_off() -> None:

@@ -11,6 +11,7 @@ from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
 from memprof.trace.facts import RankFacts
+from tests.lanes import of_lane
 from tests.programs import parallel
 
 pytestmark = [
@@ -30,7 +31,7 @@ def _named(program: str) -> object:
     return pytest.param(program, marks=pytest.mark.nightly) if program in NIGHTLY else program
 
 
-@pytest.mark.parametrize("program", [_named(program) for program in parallel.PROGRAMS])
+@pytest.mark.parametrize("program", of_lane(_named(program) for program in parallel.PROGRAMS))
 def test_one_rank_of_four(program: str) -> None:
     for rank in RANKS.get(program, (2,)):
         launched = Program("torchrun", ("--nproc-per-node", "4", str(Path(parallel.__file__)), program))

@@ -110,7 +110,7 @@ def test_heads_that_differ_without_being_grouped_are_left_to_math():
     assert backend(properties(), (2, 8, 64, 64), (2, 1, 64, 64)) == "math"
 
 
-@pytest.mark.parametrize(("shape", "options", "expected"), [
+BEYOND_FLASH = [
     ((2, 8, 64, 256), {}, "flash"), ((2, 8, 64, 264), {}, "efficient"),
     ((2, 8, 64, 64), {"causal": True}, "flash"),
     ((2, 8, 64, 64), {"causal": True, "key": (2, 8, 65, 64)}, "efficient"),
@@ -125,9 +125,12 @@ def test_heads_that_differ_without_being_grouped_are_left_to_math():
     ((2, 8, 64, 64), {"key": (2, 2, 64, 64), "gqa": True}, "flash"),
     ((2, 8, 64, 64), {"key": (2, 2, 64, 64)}, "math"), ((2, 8, 64, 64), {"key": (2, 3, 64, 64), "gqa": True}, "math"),
     ((2, 8, 64, 64), {"key": (2, 2, 64, 64), "value": (2, 4, 64, 64), "gqa": True}, "math"),
-])  # fmt: skip
-def test_what_flash_attention_cannot_goes_to_efficient_and_then_to_math(shape, options, expected):
-    assert backend(properties((8, 0), (2, 13)), shape, **options) == expected
+]  # fmt: skip
+
+
+def test_what_flash_attention_cannot_goes_to_efficient_and_then_to_math():
+    for shape, options, expected in BEYOND_FLASH:
+        assert backend(properties((8, 0), (2, 13)), shape, **options) == expected
 
 
 @pytest.mark.parametrize(("capability", "dtype", "head", "expected"), [
@@ -166,7 +169,7 @@ def call(query, key=None, value=None, dtype=HALF, **options):
     return attention.AttentionArguments(*tensors, **options)
 
 
-@pytest.mark.parametrize(("capability", "release", "arguments", "expected"), [
+CUDNN = [
     ((8, 0), (2, 11), {}, True), ((7, 5), (2, 11), {}, False), ((12, 1), (2, 11), {}, True),
     ((12, 2), (2, 11), {}, False),
     ((8, 0), (2, 11), {"query": (2, 8, 64, 128)}, True), ((8, 0), (2, 11), {"query": (2, 8, 64, 136)}, False),
@@ -182,12 +185,15 @@ def call(query, key=None, value=None, dtype=HALF, **options):
     ((9, 0), (2, 11), {"query": (2, 8, 1, 64), "key": (2, 8, 9, 64)}, True),
     ((9, 0), (2, 11), {"query": (2, 8, 1, 64), "key": (2, 8, 9, 64), "dropout_p": 0.1}, False),
     ((9, 0), (2, 11), {"query": (2, 8, 2, 64), "key": (2, 8, 9, 64), "dropout_p": 0.1}, True),
-])  # fmt: skip
-def test_what_cudnn_can(capability, release, arguments, expected):
-    assert (
-        attention._can_use_cudnn(properties(capability, release), call(**{"query": (2, 8, 64, 64), **arguments}))
-        is expected
-    )
+]  # fmt: skip
+
+
+def test_what_cudnn_can():
+    for capability, release, arguments, expected in CUDNN:
+        assert (
+            attention._can_use_cudnn(properties(capability, release), call(**{"query": (2, 8, 64, 64), **arguments}))
+            is expected
+        )
 
 
 def test_cudnn_is_not_deterministic(monkeypatch):
@@ -207,7 +213,7 @@ def test_the_program_sets_the_order(monkeypatch):
     assert attention._find_backend_order(properties()) == ("cudnn", "flash", "efficient", "math")
 
 
-@pytest.mark.parametrize(("capability", "is_half", "head", "dropout", "expected"), [
+BACKWARD_TILES = [
     ((8, 0), True, 32, False, (64, 64, 32)), ((8, 0), True, 33, False, (64, 64, 64)),
     ((8, 0), True, 65, False, (128, 128, 128)), ((8, 0), True, 128, False, (128, 128, 128)),
     ((8, 0), True, 129, False, (128, 64, 65_536)), ((8, 0), False, 128, False, (128, 64, 128)),
@@ -218,9 +224,12 @@ def test_the_program_sets_the_order(monkeypatch):
     ((8, 9), True, 80, True, (64, 64, 128)), ((8, 6), False, 80, False, (64, 64, 128)),
     ((7, 5), True, 128, False, (64, 64, 128)), ((7, 0), True, 128, False, (128, 64, 128)),
     ((7, 0), True, 64, False, (64, 64, 64)), ((7, 0), False, 128, False, (64, 64, 128)),
-])  # fmt: skip
-def test_tiles_of_the_efficient_backward(capability, is_half, head, dropout, expected):
-    assert attention._choose_efficient_tile(properties(capability), is_half, head, dropout) == expected
+]  # fmt: skip
+
+
+def test_tiles_of_the_efficient_backward():
+    for capability, is_half, head, dropout, expected in BACKWARD_TILES:
+        assert attention._choose_efficient_tile(properties(capability), is_half, head, dropout) == expected
 
 
 @pytest.mark.parametrize(("capability", "tile", "sizes", "head", "value_head", "split", "values"), [
@@ -293,6 +302,15 @@ def test_the_backward_of_flash_attention_rounds_up(length, head, rows, width):
     query = meta(2, 8, length, head)
     found = attention.compute_flash_backward_scratch((None, query, query), properties())
     assert found == [4 * 16 * rows, 4 * 16 * rows * width]
+
+
+def test_flash_attention_trains_with_it():
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        query = torch.empty(2, 8, 100, 64, device="cuda", dtype=HALF, requires_grad=True)
+        made = scaled_dot_product_attention(query, query, query).sum()
+        first = len(gpu.trace.storages)
+        made.backward()
+    assert {4 * 16 * 128, 4 * 16 * 128 * 64} <= {storage.num_bytes for storage in gpu.trace.storages[first:]}
 
 
 def test_masks_of_the_efficient_kernel_have_rows_of_multiples_of_16():

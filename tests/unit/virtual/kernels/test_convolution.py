@@ -11,7 +11,7 @@ from torch import nn
 from memprof.device.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.device_properties import DeviceProperties
-from memprof.virtual.kernels.convolution import uses_cudnn
+from memprof.virtual.kernels.convolution import is_output_padding_big, uses_cudnn
 
 MIB = 1 << 20
 
@@ -191,6 +191,11 @@ def test_a_transposed_signal_is_copied_before_a_convolution_over_one_dimension(g
     first = count(gpu)
     output.backward(torch.ones_like(output))
     assert made(gpu, first, op="convolution_backward", hidden=True) == [4 * 80]
+
+
+def test_output_padding_is_less_than_the_stride_in_each_dimension():
+    assert not is_output_padding_big([2], [1, 1]) and is_output_padding_big([2], [1, 2])
+    assert not is_output_padding_big([2, 3], [1, 2]) and is_output_padding_big([2, 3], [2, 0])
 
 
 def test_wrong_channels_are_torchs_own_error(gpu):

@@ -108,74 +108,74 @@ LAST_BY_TWO = IN_LAST_ORDER | BY_TWO
 PATCHES_OF_16 = (16, 3, 224, 224), (768, 3, 16, 16), (16, 768, 14, 14)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "dtype", "named", "output", "data", "weight"),
-    [
-        (SQUARE, SINGLE, {}, 51_527_827, 51_527_827, 53_592_743),
-        (SQUARE, SINGLE, IN_LAST_ORDER, 131, 131, 2_065_047),
-        (SQUARE, BRAIN, {}, 25_763_987, 25_763_987, 27_681_447),
-        (SQUARE, BRAIN, IN_LAST_ORDER, 131, 131, 1_917_591),
-        (((8, 256, 28, 28), (64, 256, 1, 1), (8, 64, 28, 28)), SINGLE, {}, 0, 0, 524_288),
-        (((8, 64, 56, 56), (64, 64, 3, 3), (8, 64, 56, 56)), SINGLE, {}, 6_570_000, 12_992_528, 15_057_575),
-        (((8, 128, 28, 28), (128, 128, 3, 3), (8, 128, 28, 28)), SINGLE, {}, 7_012_368, 7_012_368, 16_809_984),
-        (((8, 256, 14, 14), (512, 256, 3, 3), (8, 512, 7, 7)), SINGLE, BY_TWO, 7_127_056, 7_127_187, 7_127_056),
-        (((8, 512, 7, 7), (512, 512, 3, 3), (8, 512, 7, 7)), SINGLE, {}, 11_042_832, None, 11_042_832),
-        (((8, 128, 28, 28), (256, 128, 1, 1), (8, 256, 14, 14)), SINGLE, BY_TWO, 4_816_912, 4_817_043, 5_079_231),
-        (((8, 80, 1, 3000), (384, 80, 1, 3), (8, 384, 1, 3000)), SINGLE, {}, 44_912_787, 44_912_656, 53_170_855),
-        (WIDE, SINGLE, {}, None, None, 60_818_015),
-        (STEM, SINGLE, BY_TWO, 30_544_656, None, 34_872_464),
-        (PATCHES, SINGLE, {"stride": [16, 16]}, 0, None, 14_385_296),
-        (((1, 3, 4, 4), (3, 3, 3, 3), (1, 3, 4, 4)), SINGLE, BY_TWO, 0, 0, 0),
-        (((1, 1, 5, 5, 5), (1, 1, 3, 3, 3), (1, 1, 1, 1, 1)), SINGLE, {}, 3_760, 3_760, 3_760),
-        # Of library_table.py: images of 7 x 7 and 14 x 14 by kernels of one point, few channels, groups, odd channels.
-        (SMALL, BRAIN, {}, 8_028_176, 8_028_176, 8_028_176),
-        (SMALL, SINGLE, {}, 16_056_336, 16_056_336, 16_056_336),
-        (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), BRAIN, {}, 0, 0, 16_056_336),
-        (((64, 1, 28, 28), (6, 1, 5, 5), (64, 6, 28, 28)), SINGLE, {}, 0, 0, 0),
-        (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), SINGLE, {}, 0, 0, None),
-        (GROUPS, BRAIN, {}, 12_854_288, 12_854_288, 0),
-        (GROUPS, BRAIN, IN_LAST_ORDER, 0, 0, 0),
-        (GROUPS, SINGLE, {}, 25_708_691, 0, None),
-        (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), SINGLE, {}, 308_240, 0, None),
-        (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), BRAIN, IN_LAST_ORDER, 2_291_856, 2_291_856, 2_291_856),
-        (((16, 3, 224, 224), (1024, 3, 14, 14), (16, 1024, 16, 16)), SINGLE, {"stride": [14, 14]}, 28_819_472, 0, None),
-        (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), SINGLE, IN_LAST_ORDER, 1_579_792, None, 0),
-        (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), BRAIN, IN_LAST_ORDER, 2_106_384, None, None),
-        (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), BRAIN, {}, 0, 41_956_880, None),
-        (((32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112)), SINGLE, LAST_BY_TWO, None, 122_065_680, None),
-        (((128, 64, 16, 16), (128, 64, 3, 3), (128, 128, 8, 8)), BRAIN, BY_TWO, 6_438_928, None, None),
-        (((128, 1, 28, 28), (32, 1, 3, 3), (128, 32, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
-        (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), BRAIN, {}, None, 10_794_000, None),
-        (((4, 64, 256, 256), (2, 64, 1, 1), (4, 2, 256, 256)), SINGLE, IN_LAST_ORDER, 0, None, None),
-        (((4, 64, 256, 256), (128, 64, 2, 2), (4, 128, 128, 128)), SINGLE, LAST_BY_TWO, 131, None, None),
-        (((2, 320, 64, 64), (4, 320, 3, 3), (2, 4, 64, 64)), BRAIN, IN_LAST_ORDER, None, 177_168, None),
-        (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), SINGLE, IN_LAST_ORDER, 4_248_144, None, None),
-        (PATCHES_OF_16, BRAIN, {"stride": [16, 16]}, 20_807_696, None, None),
-        (PATCHES_OF_16, SINGLE, {"stride": [16, 16], **IN_LAST_ORDER}, None, None, 25_624_720),
-        (
-            ((16, 3, 224, 224), (96, 3, 4, 4), (16, 96, 56, 56)),
-            SINGLE,
-            {"stride": [4, 4], **IN_LAST_ORDER},
-            9_652_240,
-            None,
-            None,
-        ),
-        (((2, 32, 32, 32, 32), (64, 32, 3, 3, 3), (2, 64, 32, 32, 32)), SINGLE, IN_LAST_ORDER, 131, None, None),
-        (((64, 256, 16, 16), (512, 256, 4, 4), (64, 512, 8, 8)), SINGLE, BY_TWO, None, None, 33_554_448),
-        (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), SINGLE, {}, None, None, 33_554_432),
-        (((32, 256, 56, 56), (64, 256, 1, 1), (32, 64, 56, 56)), BRAIN, IN_LAST_ORDER, None, 131, None),
-        (((2, 16, 256, 256), (16, 16, 3, 3), (2, 16, 256, 256)), BRAIN, IN_LAST_ORDER, None, 0, None),
-        (((8, 256, 28, 28), (256, 8, 3, 3), (8, 256, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
-        (((64, 64, 64, 64), (128, 64, 4, 4), (64, 128, 32, 32)), SINGLE, BY_TWO, 67_633_168, None, None),
-    ],
-)
-def test_what_an_h100_requested(shapes, dtype, named, output, data, weight):
+WHAT_AN_H100_REQUESTED = [
+    (SQUARE, SINGLE, {}, 51_527_827, 51_527_827, 53_592_743),
+    (SQUARE, SINGLE, IN_LAST_ORDER, 131, 131, 2_065_047),
+    (SQUARE, BRAIN, {}, 25_763_987, 25_763_987, 27_681_447),
+    (SQUARE, BRAIN, IN_LAST_ORDER, 131, 131, 1_917_591),
+    (((8, 256, 28, 28), (64, 256, 1, 1), (8, 64, 28, 28)), SINGLE, {}, 0, 0, 524_288),
+    (((8, 64, 56, 56), (64, 64, 3, 3), (8, 64, 56, 56)), SINGLE, {}, 6_570_000, 12_992_528, 15_057_575),
+    (((8, 128, 28, 28), (128, 128, 3, 3), (8, 128, 28, 28)), SINGLE, {}, 7_012_368, 7_012_368, 16_809_984),
+    (((8, 256, 14, 14), (512, 256, 3, 3), (8, 512, 7, 7)), SINGLE, BY_TWO, 7_127_056, 7_127_187, 7_127_056),
+    (((8, 512, 7, 7), (512, 512, 3, 3), (8, 512, 7, 7)), SINGLE, {}, 11_042_832, None, 11_042_832),
+    (((8, 128, 28, 28), (256, 128, 1, 1), (8, 256, 14, 14)), SINGLE, BY_TWO, 4_816_912, 4_817_043, 5_079_231),
+    (((8, 80, 1, 3000), (384, 80, 1, 3), (8, 384, 1, 3000)), SINGLE, {}, 44_912_787, 44_912_656, 53_170_855),
+    (WIDE, SINGLE, {}, None, None, 60_818_015),
+    (STEM, SINGLE, BY_TWO, 30_544_656, None, 34_872_464),
+    (PATCHES, SINGLE, {"stride": [16, 16]}, 0, None, 14_385_296),
+    (((1, 3, 4, 4), (3, 3, 3, 3), (1, 3, 4, 4)), SINGLE, BY_TWO, 0, 0, 0),
+    (((1, 1, 5, 5, 5), (1, 1, 3, 3, 3), (1, 1, 1, 1, 1)), SINGLE, {}, 3_760, 3_760, 3_760),
+    # Of library_table.py: images of 7 x 7 and 14 x 14 by kernels of one point, few channels, groups, odd channels.
+    (SMALL, BRAIN, {}, 8_028_176, 8_028_176, 8_028_176),
+    (SMALL, SINGLE, {}, 16_056_336, 16_056_336, 16_056_336),
+    (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), BRAIN, {}, 0, 0, 16_056_336),
+    (((64, 1, 28, 28), (6, 1, 5, 5), (64, 6, 28, 28)), SINGLE, {}, 0, 0, 0),
+    (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), SINGLE, {}, 0, 0, None),
+    (GROUPS, BRAIN, {}, 12_854_288, 12_854_288, 0),
+    (GROUPS, BRAIN, IN_LAST_ORDER, 0, 0, 0),
+    (GROUPS, SINGLE, {}, 25_708_691, 0, None),
+    (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), SINGLE, {}, 308_240, 0, None),
+    (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), BRAIN, IN_LAST_ORDER, 2_291_856, 2_291_856, 2_291_856),
+    (((16, 3, 224, 224), (1024, 3, 14, 14), (16, 1024, 16, 16)), SINGLE, {"stride": [14, 14]}, 28_819_472, 0, None),
+    (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), SINGLE, IN_LAST_ORDER, 1_579_792, None, 0),
+    (((128, 3, 32, 32), (64, 3, 3, 3), (128, 64, 32, 32)), BRAIN, IN_LAST_ORDER, 2_106_384, None, None),
+    (((2, 1, 64, 64, 64), (32, 1, 3, 3, 3), (2, 32, 64, 64, 64)), BRAIN, {}, 0, 41_956_880, None),
+    (((32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112)), SINGLE, LAST_BY_TWO, None, 122_065_680, None),
+    (((128, 64, 16, 16), (128, 64, 3, 3), (128, 128, 8, 8)), BRAIN, BY_TWO, 6_438_928, None, None),
+    (((128, 1, 28, 28), (32, 1, 3, 3), (128, 32, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
+    (((4, 4, 64, 64), (320, 4, 3, 3), (4, 320, 64, 64)), BRAIN, {}, None, 10_794_000, None),
+    (((4, 64, 256, 256), (2, 64, 1, 1), (4, 2, 256, 256)), SINGLE, IN_LAST_ORDER, 0, None, None),
+    (((4, 64, 256, 256), (128, 64, 2, 2), (4, 128, 128, 128)), SINGLE, LAST_BY_TWO, 131, None, None),
+    (((2, 320, 64, 64), (4, 320, 3, 3), (2, 4, 64, 64)), BRAIN, IN_LAST_ORDER, None, 177_168, None),
+    (((4, 33, 50, 50), (65, 33, 3, 3), (4, 65, 50, 50)), SINGLE, IN_LAST_ORDER, 4_248_144, None, None),
+    (PATCHES_OF_16, BRAIN, {"stride": [16, 16]}, 20_807_696, None, None),
+    (PATCHES_OF_16, SINGLE, {"stride": [16, 16], **IN_LAST_ORDER}, None, None, 25_624_720),
+    (
+        ((16, 3, 224, 224), (96, 3, 4, 4), (16, 96, 56, 56)),
+        SINGLE,
+        {"stride": [4, 4], **IN_LAST_ORDER},
+        9_652_240,
+        None,
+        None,
+    ),
+    (((2, 32, 32, 32, 32), (64, 32, 3, 3, 3), (2, 64, 32, 32, 32)), SINGLE, IN_LAST_ORDER, 131, None, None),
+    (((64, 256, 16, 16), (512, 256, 4, 4), (64, 512, 8, 8)), SINGLE, BY_TWO, None, None, 33_554_448),
+    (((32, 256, 14, 14), (1024, 256, 1, 1), (32, 1024, 14, 14)), SINGLE, {}, None, None, 33_554_432),
+    (((32, 256, 56, 56), (64, 256, 1, 1), (32, 64, 56, 56)), BRAIN, IN_LAST_ORDER, None, 131, None),
+    (((2, 16, 256, 256), (16, 16, 3, 3), (2, 16, 256, 256)), BRAIN, IN_LAST_ORDER, None, 0, None),
+    (((8, 256, 28, 28), (256, 8, 3, 3), (8, 256, 28, 28)), SINGLE, IN_LAST_ORDER, 0, None, None),
+    (((64, 64, 64, 64), (128, 64, 4, 4), (64, 128, 32, 32)), SINGLE, BY_TWO, 67_633_168, None, None),
+]
+
+
+def test_what_an_h100_requested():
     """operators.jsonl, convolutions.jsonl and `convolutional` of the recorded H100, script convnet; None where
     the rule is off, or not seen. Transposed convolutions and signals are those in two dimensions."""
-    seen = {"output": output, "data": data, "weight": weight}
-    for made, num_bytes in seen.items():
-        if num_bytes is not None:
-            assert asked(H100, *shapes, made=made, dtype=dtype, **named).num_bytes == num_bytes, made
+    for shapes, dtype, named, output, data, weight in WHAT_AN_H100_REQUESTED:
+        seen = {"output": output, "data": data, "weight": weight}
+        for made, num_bytes in seen.items():
+            if num_bytes is not None:
+                assert asked(H100, *shapes, made=made, dtype=dtype, **named).num_bytes == num_bytes, made
 
 
 @pytest.mark.parametrize(("shapes", "dtype", "made", "named", "num_bytes"), [

@@ -143,6 +143,7 @@ def test_scales_of_channels_move_with_the_tensor(gpu: VirtualGpu) -> None:
         (lambda q: torch.equal(q, q), NotImplementedError, "'aten::equal' .* 'QuantizedCUDA'"),
         (lambda q: torch.dequantize([q]), NotImplementedError, "'aten::dequantize.tensors' .* 'QuantizedCUDA'"),
         (lambda q: q.float(), RuntimeError, "quantized Tensor to non-quantized Tensor is not allowed"),
+        (lambda q: floats().copy_(q), RuntimeError, "quantized Tensor to non-quantized Tensor is not allowed"),
         (lambda q: quantized(torch.quint4x2), NotImplementedError, "r_tensor_affine_cuda\" not impl.* 'QUInt4x2'"),
         (
             lambda q: by_channel(torch.float32, torch.quint4x2),

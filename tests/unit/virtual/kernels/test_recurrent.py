@@ -197,6 +197,16 @@ def test_space_of_an_h100(kind, dtype, shape, dropout, projection, forward, back
     assert recurrent._reserve_bytes(HOPPER, trained) == reserve
 
 
+def test_a_relu_takes_what_a_tanh_takes():
+    launch = SimpleNamespace(gpu=HOPPER, device_state=SimpleNamespace(workspaces=True))
+    for options in ((torch.float32, (40, 24, 96, 384, 2, 1)), (torch.float16, (40, 24, 128, 512, 1, 1))):
+        tanh = arguments(nn.RNN, *options)
+        relu = (*tanh[:6], 0, *tanh[7:])
+        for is_forward in (True, False):
+            sizes = [recurrent._workspace_bytes(launch, args, is_forward) for args in (relu, tanh)]
+            assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize(("kind", "shape", "options", "persistent"), [
     # One layer in one direction of up to 1,024, features and hidden size in steps of 128, rows of 8 up to 128.
     (nn.LSTM, (9, 8, 128, 1024, 1, 1), {}, True), (nn.LSTM, (9, 8, 128, 1152, 1, 1), {}, False),

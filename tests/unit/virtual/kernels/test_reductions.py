@@ -31,7 +31,7 @@ def test_what_an_operator_accumulates(name, item_bytes):
     assert scratch.get(getattr(aten, name))((empty(VALUES),), GPU) == [256 * item_bytes, 4]
 
 
-@pytest.mark.parametrize(("name", "arguments", "expected"), [
+BUFFERS = [
     ("linalg_vector_norm", (empty(VALUES), 2, None), [1024, 4]), ("linalg_vector_norm", (empty(9, 9), 2, [0]), []),
     ("linalg_vector_norm", (empty(4, VALUES), 2, [0]), []),
     ("linalg_vector_norm", (empty(VALUES, 2), 2, [0]), [8192, 4]),
@@ -49,12 +49,15 @@ def test_what_an_operator_accumulates(name, item_bytes):
     ("sum", (empty(VALUES, dtype=torch.complex64),), [2048, 4]),
     ("mean", (empty(1 << 20, dtype=torch.complex64),), [1024, 4]),
     ("sum", (empty(1),), []), ("sum", (empty(0),), []),
-])  # fmt: skip
-def test_buffers_of_an_operator(name, arguments, expected):
-    assert scratch.get(getattr(aten, name))(arguments, GPU) == expected
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "dims", "sms", "threads", "expected"), [
+def test_buffers_of_an_operator():
+    for name, arguments, expected in BUFFERS:
+        assert scratch.get(getattr(aten, name))(arguments, GPU) == expected
+
+
+SPLIT = [
     # 256 values for each of 512 threads: not split with less.
     ((131_072,), [0], 128, 1536, [4 * 16, 4]), ((130_560,), [0], 128, 1536, []),
     # No more blocks than run at once, and each thread of a block has no fewer than 16 values.
@@ -69,9 +72,12 @@ def test_buffers_of_an_operator(name, arguments, expected):
     # Columns, four to a thread: 32 x 4 threads, of which each column has its own sums.
     ((2048, 1024), [0], 128, 1536, [4 * 1024 * 32 * 32 * 4, 4 * 8]), ((1020, 128), [0], 128, 1536, []),
     ((1021, 128), [0], 128, 1536, [4 * 128 * 16 * 32 * 4, 4]), ((32_768, 4), [0], 128, 1536, [4 * 4 * 16 * 4, 4]),
-])  # fmt: skip
-def test_reductions_are_split_from_a_size_on(shape, dims, sms, threads, expected):
-    assert Reduction.of(empty(shape), dims, 4).compute_buffers(sms, threads) == expected
+]  # fmt: skip
+
+
+def test_reductions_are_split_from_a_size_on():
+    for shape, dims, sms, threads, expected in SPLIT:
+        assert Reduction.of(empty(shape), dims, 4).compute_buffers(sms, threads) == expected
 
 
 def test_dimensions_may_be_a_number_a_list_or_all():

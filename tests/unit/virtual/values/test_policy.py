@@ -139,6 +139,9 @@ def test_random_integers_are_the_same_in_every_run_and_floats_are_unknown(said):
     first, second = (draw(Values(said.append)) for _ in range(2))
     assert first == second and first[0] != first[1]
     assert torch.equal(torch.random.get_rng_state(), state)
+    given = {"generator": torch.Generator().manual_seed(7), "dtype": torch.int32}
+    drawn = Values(said.append).evaluator.compute(aten.randint.generator, (1 << 30, [4]), given)
+    assert drawn.dtype is torch.int32 and drawn.tolist() == first[0]
     values = Values(said.append)
     assert values.evaluator.compute(aten.rand.default, ([4],), {}) is None
 

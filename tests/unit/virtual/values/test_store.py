@@ -44,7 +44,7 @@ def test_what_is_no_meta_tensor_or_empty_is_known():
     store, real = ValueStore(), torch.arange(3)
     assert store.can_read(5) and store.can_read(real) and store.can_read(meta(0))
     assert store.get(real) is real
-    assert store.get(meta(0, 3)).shape == (0, 3)
+    assert store.get(meta(0, 3)).shape == (0, 3) and store.get(meta(0)).dtype is torch.int64
     assert store.get_uniform_value(real) is None and store.get_uniform_value(torch.tensor([5])).item() == 5
     store.set(meta(0), torch.empty(0, dtype=torch.int64))
     store.set_uniform(meta(0), 1)
