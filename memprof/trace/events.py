@@ -271,6 +271,13 @@ class Forward(NamedTuple):
     caller: int = NONE  # index in Trace.sources: the line that calls the function of `source`; NONE: none does
 
 
+class InnerCall(NamedTuple):
+    """The first call of a module by another one."""
+
+    module: int  # index in Trace.modules
+    source: int  # index in Trace.sources: the innermost line outside torch that calls it; NONE: none does
+
+
 class EvalCall(NamedTuple):
     """A call of `eval()` of a model that was in training mode."""
 
@@ -408,6 +415,13 @@ class CudaGraphed(NamedTuple):
     sizes: int
 
 
+class GraphPool(NamedTuple):
+    """A private pool into which the program captures CUDA graphs itself."""
+
+    pool: int  # as in EventKind.POOL
+    source: str  # `file:line function` of the first capture
+
+
 class CompileStats(NamedTuple):
     """The cost of torch.compile in a run, on the machine that ran it."""
 
@@ -540,6 +554,8 @@ class Trace:
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)
+    graph_pools: list[GraphPool] = field(default_factory=list)
+    inner_calls: list[InnerCall] = field(default_factory=list)
     compiling: CompileStats | None = None  # None: nothing was compiled, or the cost was not recorded
     others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; equal traces are one object
 
