@@ -72,4 +72,4 @@ def _set_owners_of_history(context: InstallContext, error: BaseException) -> Non
         if frame.f_code.co_filename == file_name:
             for name in _LISTS:
                 for vector in frame.f_locals.get(name) or ():
-                    context.recorder.set_owner(vector, Owner(Role.OPTIMIZER_STATE, name))
+                    context.recorder.owners.set_owner(vector, Owner(Role.OPTIMIZER_STATE, name))
