@@ -205,7 +205,7 @@ def _list_step_ends(context: Context) -> list[int]:
 
 
 def _is_emptied(context: Context, holder: Holder | None, leaks: list[LeakGroup], ends: list[int]) -> bool:
-    """Return whether `holder` is a container that is to be emptied after each of the rounds with the events `ends`."""
+    """Return whether `holder` is a container to be emptied after each of the rounds, which end after so many events."""
     is_container = holder is not None and bool(holder.kind) and not holder.is_cycle
     return is_container and _are_differentiated_again(context, leaks, ends)
 
@@ -219,7 +219,7 @@ def _are_differentiated_again(context: Context, leaks: list[LeakGroup], ends: li
     again = [
         index
         for index in earlier
-        if trace.last_uses[index] >= ends[bisect.bisect_right(ends, births[index])]
+        if trace.last_uses[index] > ends[bisect.bisect_right(ends, births[index])]
         and find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
     ]
     return 2 * context.lifetimes.sum_bytes(again) > context.lifetimes.sum_bytes(earlier)
@@ -262,7 +262,7 @@ def _make_finding_until_peak(
     edit = None
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
-    elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, growth.ends):
+    elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, [end + 1 for end in growth.ends]):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         # The line of the change is that of `holder`, if it fills it.
