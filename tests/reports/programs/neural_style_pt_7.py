@@ -2,6 +2,7 @@
 # resolved: lbfgs_num_correction, which is history_size.
 # run: --gpu-vram 0.95
 # first: lbfgs-history
+# also: fragmentation
 # fix: history_size=
 import torch
 from torch import nn
