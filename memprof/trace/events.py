@@ -309,7 +309,9 @@ class Holder(NamedTuple):
     nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
-    has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
+    # Whether it, or the object whose attribute it is, has a method `reset`, as metrics do, and the code that was
+    # running calls none.
+    has_reset: bool = False
     is_read_later: bool = False  # whether the code that was running may read the variable, before it assigns to it
     # Of what is kept and not used: number of events as the last phase began before which none of it was used; 0: none.
     unused_until: int = 0
