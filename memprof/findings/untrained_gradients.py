@@ -172,7 +172,8 @@ def _find_copied_module(trace: Trace) -> _Copied | None:
         if event.kind is EventKind.ENTER and not any(one.begin <= time < one.end for one in trace.untrained_spans)
     }
     twins = [other for other in outside - {module} if len(parts) > 1 and _list_parts(trace, other) == parts]
-    lines = [call.source for call in (*trace.inner_calls, *trace.list_calls()) if call.module == module]
+    lines = [call.source for call in trace.inner_calls if call.module == module]
+    lines += [call.source for call in trace.list_calls() if call.module == module]
     if not twins or not lines:
         return None
     return _Copied(_name(trace, module), _name(trace, min(twins)), trace.source_at(lines[0]))
