@@ -206,4 +206,5 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
             )
     on_host = "keep .cpu() of each batch, or only" if has_host_memory(context) else "keep of each batch only"
     needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
-    return growth.holder_fix_evidence(holder, f"{on_host} {needed}")
+    made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None
+    return growth.holder_fix_evidence(holder, f"{on_host} {needed}", made_at)

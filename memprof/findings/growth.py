@@ -352,8 +352,9 @@ def format_holders(*holders: Holder | None, word: str = "and") -> str:
     return f", kept by {f' {word} '.join(names)}" if names else ""
 
 
-def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
-    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known.
+def holder_fix_evidence(holder: Holder | None, fix: str, made_at: str | None = None) -> Evidence:
+    """Return evidence that describes the change `fix`, at the line that fills `holder` if it is known, else at that
+    which makes what it keeps.
 
     A holder with a method `reset`, such as a metric, is to be emptied by it before anything else is changed.
     """
@@ -361,7 +362,7 @@ def holder_fix_evidence(holder: Holder | None, fix: str) -> Evidence:
         fix = "remove each hook when its work is done (handle.remove()), or register one before the loop"
     if holder is not None and holder.has_reset and (holder.kind or not holder.nodes):  # no state with its graph
         fix = f"call reset() at the end of each epoch, or {fix}"
-    line = holder.source if holder is not None and holder.fills else None
+    line = holder.source if holder is not None and holder.fills else made_at
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)
 

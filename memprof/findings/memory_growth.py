@@ -43,8 +43,8 @@ from memprof.units import format_bytes
 WARNING_BYTES = 1 << 20  # per step: less is only a note
 
 _EMPTY_FIX = (
-    "empty it after each step (.clear()), and leave out retain_graph=True: the backward of each step goes through the "
-    "graphs of all steps before it again"
+    "empty it after each {} (.clear()), and leave out retain_graph=True: each backward goes through the graphs of all "
+    "before it again"
 )
 
 MIN_LIMITED_SHARE = 0.25  # of the peak, of what a container with a maximum length has where memory runs out
@@ -125,16 +125,14 @@ def _make_finding(
     if growth is not None and growth.runs_out_step is not None and per_step:
         evidence.append(Evidence(f"memory runs out at about step {growth.runs_out_step:,}"))
     kept = per_step - (_sum_saved_bytes(context, holder, leaks) if holder is not None else 0)
-    is_emptied = (
-        holder is not None and bool(holder.kind) and not holder.is_cycle and _are_differentiated_again(context, leaks)
-    )
+    is_emptied = _is_emptied(context, holder, leaks, _list_step_ends(context))
     in_vain = find_graphs_in_vain(context)
     if in_vain is not None and _are_mostly(context, leaks, in_vain.frees):
         fix = f"fix: {in_vain.change}; and .detach() of what is carried to the next step"
         evidence.append(Evidence(fix, source=in_vain.source))
         carried = []
     elif is_emptied:
-        evidence.append(holder_fix_evidence(holder, _EMPTY_FIX))
+        evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format(STEP)))
     elif carried and kept < MIN_STEP_BYTES:
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
     else:
@@ -197,22 +195,31 @@ def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakG
     if any("." in _split_part(holder.name)[0] for holder in carried):
         names = " and ".join(f"`{_split_part(holder.name)[0]}`" for holder in carried)
         fix = f"call .detach() on {names} {when}"
-    if _are_differentiated_again(context, leaks):
+    if _are_differentiated_again(context, leaks, _list_step_ends(context)):
         return f"{fix}, and leave out retain_graph=True: the backward goes through the graphs of all steps before it"
     return fix
 
 
-def _are_differentiated_again(context: Context, leaks: list[LeakGroup]) -> bool:
-    """Return whether the backward of a later step uses most of `leaks`: without their graphs it would fail."""
+def _list_step_ends(context: Context) -> list[int]:
+    return [step.end for step in list_training_steps(context.ledger.trace, context.ledger.allocated)]
+
+
+def _is_emptied(context: Context, holder: Holder | None, leaks: list[LeakGroup], ends: list[int]) -> bool:
+    """Return whether `holder` is a container to be emptied after each of the rounds, which end after so many events."""
+    is_container = holder is not None and bool(holder.kind) and not holder.is_cycle
+    return is_container and _are_differentiated_again(context, leaks, ends)
+
+
+def _are_differentiated_again(context: Context, leaks: list[LeakGroup], ends: list[int]) -> bool:
+    """Return whether the backward of a later round uses most of `leaks`: without their graphs it would fail."""
     trace, births = context.ledger.trace, context.lifetimes.births
-    if not trace.last_uses:
+    if not trace.last_uses or len(ends) < 2:
         return False
-    ends = [step.end for step in list_training_steps(trace, context.ledger.allocated)]
     earlier = [index for leak in leaks for index in leak.storages if births[index] < ends[-2]]
     again = [
         index
         for index in earlier
-        if trace.last_uses[index] >= ends[bisect.bisect_right(ends, births[index])]
+        if trace.last_uses[index] > ends[bisect.bisect_right(ends, births[index])]
         and find_phase(context.phases, trace.last_uses[index]).kind is PhaseKind.BACKWARD
     ]
     return 2 * context.lifetimes.sum_bytes(again) > context.lifetimes.sum_bytes(earlier)
@@ -255,6 +262,8 @@ def _make_finding_until_peak(
     edit = None
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
+    elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, [end + 1 for end in growth.ends]):
+        evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         # The line of the change is that of `holder`, if it fills it.
         lines = [None if one is holder and one.fills else one.source for one in named]

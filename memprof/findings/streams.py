@@ -16,13 +16,17 @@ MAX_SHOWN = 4  # streams in the evidence
 
 @rule(85)
 def find(context: Context) -> list[Finding]:
-    """Return at most one finding; `num_bytes` is how much less would be reserved if all memory were on one stream."""
+    """Return at most one finding; `num_bytes` is how much less would be reserved if all memory were on one stream.
+
+    Of a run that memory ended, little lets one more allocation succeed alone.
+    """
     stream_memory, run = context.streams, context.ledger.run
     if stream_memory is None or len(stream_memory.streams) < 2:
         return []
     saved_bytes, usable_bytes = stream_memory.reserved_bytes - stream_memory.single_stream_bytes, context.usable_bytes
     is_decisive = not run.fits and usable_bytes is not None and stream_memory.single_stream_bytes <= usable_bytes
-    if not is_decisive and (saved_bytes < MIN_BYTES or saved_bytes < MIN_SHARE * stream_memory.reserved_bytes):
+    is_little = saved_bytes < MIN_BYTES or saved_bytes < MIN_SHARE * stream_memory.reserved_bytes
+    if is_little and (context.ledger.trace.ended_out_of_memory or not is_decisive):
         return []
     share = percent(saved_bytes, stream_memory.reserved_bytes)
     title = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
+from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.effect import compute_needs_of, format_reserved, is_decisive
@@ -28,7 +30,8 @@ def find(context: Context) -> list[Finding]:
     """Return at most one finding; `num_bytes` is the reduction of the peak without the gradients, and without what
     autograd saves for these alone.
 
-    Where memory runs out before there are gradients, or in the first step, a call in eval mode says as much as these.
+    Where memory runs out before there are gradients, or in the first step, a call in eval mode says as much as these,
+    and so does that of a copy of a module that is trained: a target network or a teacher, which follows it.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     discarded = [] if trace.untrained_gradients else trace.discarded_gradients
@@ -41,7 +44,9 @@ def find(context: Context) -> list[Finding]:
     steps = {phase.step for _, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP}
     call = _find_call(context, [*saved, *gradients])
     is_early = not gradients or len(steps) < MIN_STEPS
-    if is_early and not (trace.ended_out_of_memory and call and not call.training and _leads_to_none(context, call)):
+    copied = _find_copied_module(trace) if is_early and trace.ended_out_of_memory else None
+    in_eval_mode = call is not None and not call.training and _leads_to_none(context, call)
+    if is_early and not (trace.ended_out_of_memory and (in_eval_mode or copied is not None)):
         return []
     unsaved = [Saving(time, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, time in saved.items()]
     num_bytes = lifetimes.peak_reduction([*lifetimes.savings(gradients), *unsaved])
@@ -60,13 +65,18 @@ def find(context: Context) -> list[Finding]:
         f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone,"
     )
     if is_early and call is not None:
+        what = f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no"
+        if copied is not None and not in_eval_mode:
+            source = copied.source
+            line = file_and_line(source)
+            what = f"{copied.name}, which is made as {copied.original} is, is called at {line} with gradients, and no"
         what = (
-            f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no "
-            f"optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; without these"
+            f"{what} optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; "
+            "without these"
         )
     title = f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
     fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
-    if call is not None and source is not None and _leads_to_none(context, call):
+    if call is not None and source is not None and (copied is not None or _leads_to_none(context, call)):
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
     else:
         fix = f"{fix}, where the model is built"
@@ -137,6 +147,49 @@ def _find_call(context: Context, storages: list[int]) -> Forward | None:
             calls[call.module, call.source] = call
             sizes[call.module, call.source] += trace.storages[index].num_bytes
     return calls[sizes.most_common(1)[0][0]] if calls else None
+
+
+class _Copied(NamedTuple):
+    """A module of no optimizer that is made as one that is trained, as a target network is, or a teacher."""
+
+    name: str
+    original: str
+    source: str | None  # the line that calls it
+
+
+def _find_copied_module(trace: Trace) -> _Copied | None:
+    """Return the module that is called in the largest of the spans for untrained parameters, if it has the parts of
+    another one that is called elsewhere, with gradients."""
+    spans = [span for span in trace.untrained_spans if trace.events[span.begin].kind is EventKind.ENTER]
+    if not spans:
+        return None
+    span = max(spans, key=lambda span: sum(trace.storages[index].num_bytes for index in span.storages))
+    module = trace.events[span.begin].ref
+    parts = _list_parts(trace, module)
+    outside = {
+        event.ref
+        for time, event in enumerate(trace.events)
+        if event.kind is EventKind.ENTER and not any(one.begin <= time < one.end for one in trace.untrained_spans)
+    }
+    twins = [other for other in outside - {module} if len(parts) > 1 and _list_parts(trace, other) == parts]
+    lines = [call.source for call in trace.inner_calls if call.module == module]
+    lines += [call.source for call in trace.list_calls() if call.module == module]
+    if not twins or not lines:
+        return None
+    return _Copied(_name(trace, module), _name(trace, min(twins)), trace.source_at(lines[0]))
+
+
+def _list_parts(trace: Trace, module: int) -> list[tuple[str, str]]:
+    """Return path within `module` and class of all modules in it, and of itself."""
+    root = trace.modules[module]
+    prefix = f"{root.path}." if root.path else ""
+    inner = itertools.takewhile(lambda one: one.path and one.path.startswith(prefix), trace.modules[module + 1 :])
+    return [("", root.class_name), *((one.path[len(prefix) :], one.class_name) for one in inner)]
+
+
+def _name(trace: Trace, module: int) -> str:
+    """Return the path of a module, or, of one that is no part of another, its class."""
+    return f"`{trace.modules[module].path}`" if trace.modules[module].path else trace.modules[module].class_name
 
 
 def _leads_to_none(context: Context, call: Forward) -> bool:

@@ -271,6 +271,13 @@ class Forward(NamedTuple):
     caller: int = NONE  # index in Trace.sources: the line that calls the function of `source`; NONE: none does
 
 
+class InnerCall(NamedTuple):
+    """The first call of a module by another one."""
+
+    module: int  # index in Trace.modules
+    source: int  # index in Trace.sources: the innermost line outside torch that calls it; NONE: none does
+
+
 class EvalCall(NamedTuple):
     """A call of `eval()` of a model that was in training mode."""
 
@@ -302,7 +309,9 @@ class Holder(NamedTuple):
     nodes: int  # Autograd nodes that the tensors keep alive; 0: no graph
     node_steps: int  # number of different steps that made these nodes
     batches: int | None  # length of the only data loader in the functions that were running; None: not known
-    has_reset: bool = False  # whether it, or the object whose attribute it is, has a method `reset`, as metrics do
+    # Whether it, or the object whose attribute it is, has a method `reset`, as metrics do, and the code that was
+    # running calls none.
+    has_reset: bool = False
     is_read_later: bool = False  # whether the code that was running may read the variable, before it assigns to it
     # Of what is kept and not used: number of events as the last phase began before which none of it was used; 0: none.
     unused_until: int = 0
@@ -406,6 +415,13 @@ class CudaGraphed(NamedTuple):
     source: str  # `file:line function` of the program that is compiled, or that calls code of a library's
     # Number of different input shapes: each has its own graphs, in a pool that only graphs use.
     sizes: int
+
+
+class GraphPool(NamedTuple):
+    """A private pool into which the program captures CUDA graphs itself."""
+
+    pool: int  # as in EventKind.POOL
+    source: str  # `file:line function` of the first capture
 
 
 class CompileStats(NamedTuple):
@@ -540,6 +556,8 @@ class Trace:
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
     graphed: list[CudaGraphed] = field(default_factory=list)
+    graph_pools: list[GraphPool] = field(default_factory=list)
+    inner_calls: list[InnerCall] = field(default_factory=list)
     compiling: CompileStats | None = None  # None: nothing was compiled, or the cost was not recorded
     others: list[Trace] = field(default_factory=list)  # the other ranks that ran together; equal traces are one object
 

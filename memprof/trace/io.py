@@ -211,6 +211,10 @@ def _check_references(trace: Trace) -> None:
         raise ValueError("a failed allocation, an owner, a use or a gradient points outside the table")
     if any(not (0 <= c.storage < len(trace.storages) and 0 <= c.source < len(trace.sources)) for c in trace.callers):
         raise ValueError("a caller points outside its tables")
+    if any(
+        not (0 <= c.module < len(trace.modules) and NONE <= c.source < len(trace.sources)) for c in trace.inner_calls
+    ):
+        raise ValueError("a call of a module points outside its tables")
     if trace.last_uses and len(trace.last_uses) != len(trace.storages):
         raise ValueError("there is not one last use for each storage")
     for index, used in enumerate(trace.last_uses):

@@ -31,6 +31,7 @@ from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import (
     find_class_line,
     find_fill_line,
+    find_line,
     format_code_line,
     list_assignment_lines,
     list_attribute_lines,
@@ -261,7 +262,7 @@ class HolderSearch:
             nodes=len(nodes),
             node_steps=len(self._find_steps(nodes)),
             batches=variables.num_loader_batches,
-            has_reset=any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner)),
+            has_reset=_has_reset(value, name, variables),
             # A container that the code fills is read to be filled, and of one with keys other items may be read.
             is_read_later=line is None and not found.keys and any(variables.may_read(name) for name in found.names),
             held_bytes=self._sum_held_bytes(roots) if roots else None,
@@ -301,6 +302,13 @@ class HolderSearch:
         for tensor in tensors:
             num_bytes[self._recorder.storages.get_index(tensor)] += tensor.numel() * tensor.element_size()
         return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
+
+
+def _has_reset(value: object, name: HolderName, variables: ProgramVariables) -> bool:
+    """Return whether a container, or the object whose attribute it is, has a method `reset`, and the functions that
+    are running call none."""
+    has_method = any(callable(getattr(kind, "reset", None)) for kind in (type(value), name.owner))
+    return has_method and all(find_line(code, r"\.reset\(") is None for code in variables.codes)
 
 
 def _find_rounds(nodes: list[Any], begins: list[int]) -> set[int]:

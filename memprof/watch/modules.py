@@ -36,6 +36,8 @@ class ModuleTracker:
         self._num_indexed = 0
         self.thread = _ThreadModules()  # Module that the current thread runs.
         self.on_enter_or_exit: Callable[[EventKind, int], None] = lambda kind, module: None
+        self.on_first_inner_call: Callable[[int], None] = lambda module: None
+        self._called_within: set[int] = set()  # modules that others have called
         self.on_root: Callable[[nn.Module], None] = lambda root: None
         # Called before an outermost module call (not from inside another module), with module, index, args, kwargs.
         self.on_outermost_call: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
@@ -66,6 +68,9 @@ class ModuleTracker:
             if outer == NONE:
                 thread_modules.root = weakref.ref(self)
                 tracker.on_outermost_call(self, index, args, kwargs)
+            elif index not in tracker._called_within:
+                tracker._called_within.add(index)
+                tracker.on_first_inner_call(index)
             thread_modules.module = index
             tracker.on_enter_or_exit(EventKind.ENTER, index)
             try:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from memprof.torch_private import autograd
-from memprof.trace.events import NONE
+from memprof.trace.events import NONE, InnerCall
 from memprof.watch.attribution import Attribution
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.owners import OwnerTable
@@ -30,6 +30,10 @@ class Recorder:
         self.attribution = Attribution(self.trace, modules)
         self.owners = OwnerTable(self.writer, self.storages)
         modules.on_enter_or_exit = self.writer.append_module_call
+        modules.on_first_inner_call = self._record_inner_call
+
+    def _record_inner_call(self, module: int) -> None:
+        self.trace.inner_calls.append(InnerCall(module, self.attribution.find_caller_line()))
 
     def record_stream_use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record that the running backward node uses `tensors`, some of which may be from other streams."""

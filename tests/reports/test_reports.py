@@ -19,6 +19,7 @@ KNOWN: dict[str, str] = {}
 
 
 BY_DAY = (
+    "deepdyn_235",
     "ffdnet_4",
     "fms_fsdp_152",
     "functorch_1058",

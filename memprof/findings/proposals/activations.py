@@ -26,10 +26,18 @@ def propose(context: Context) -> Iterator[Proposal]:
         line = file_and_line(trace.source_line(trace.storages[min(kept)]))
         by = " and ".join(op.removeprefix("aten.") for op in ops)
         gate = " (of two tensors: glu)" if name == "silu" else ""  # what is multiplied is not recorded
+        if gate and _is_scaled(trace, min(kept)):
+            gate = "(c * x) / c"
         change = (
             f"torch.nn.functional.{name}{gate} instead of the product with {by} at {line}: it saves its input alone"
         )
         yield Proposal(resize(trace, dict.fromkeys(inner, 0)), change)
+
+
+def _is_scaled(trace: Trace, first: int) -> bool:
+    """Return whether the operator at `first` is applied to a product of its line: `x * sigmoid(c * x)`."""
+    own = trace.storages[max(first - 1, 0) : first + 1]
+    return trace.op(own[0]) == "aten.mul" and len({(one.source, one.shape, one.module) for one in own}) == 1
 
 
 def _list_products(trace: Trace, ops: tuple[str, ...]) -> Iterator[range]:

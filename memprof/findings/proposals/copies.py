@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.effect import has_host_memory
 from memprof.findings.evidence import file_and_line, mask_compute_phases, param_names
 from memprof.findings.finding import Context
+from memprof.findings.idle_storages import find_phase
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.findings.weight_snapshots import find_cloned_weights
 from memprof.ledger.what_if import resize
+from memprof.trace.events import NONE, PhaseKind
+
+MIN_SHARE = 0.1  # of the peak, that copies take which no pass uses: what takes less is not what fills the GPU
+
+
+@proposes(34, findings=("float32-optimizer-state", "optimizer-step-temporaries"))
+def propose_unused(context: Context) -> Iterator[Proposal]:
+    """Yield the change if memory runs out in a backward or an optimizer's step, for the copies of weights that no
+    forward has used until then, as those of an average."""
+    trace, lifetimes, oom = context.ledger.trace, context.lifetimes, context.ledger.out_of_memory
+    if not has_host_memory(context) or oom is None or not trace.last_uses:
+        return
+    if trace.phases[trace.storages[oom.storage].phase].kind not in (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP):
+        return
+    by_source: dict[int, list[int]] = defaultdict(list)
+    of_models = {index for index in param_names(trace) if trace.op(trace.storages[index]) == "aten.clone"}
+    for index in lifetimes.at_peak & (of_models | find_cloned_weights(context)):
+        if trace.last_uses[index] == NONE or not find_phase(context.phases, trace.last_uses[index]).kind.computes:
+            by_source[trace.storages[index].source].append(index)
+    copies = max(by_source.values(), key=lifetimes.sum_bytes, default=[])
+    if not copies or lifetimes.sum_bytes(copies) < MIN_SHARE * context.ledger.peak_bytes:
+        return
+    line = trace.source_line(trace.storages[copies[0]])
+    change = f"the copy of the model that {file_and_line(line)} makes in host memory (.cpu()): no pass has used it"
+    yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change, source=line)
 
 
 @proposes(35)

@@ -1,6 +1,6 @@
 """Proposes host memory for a tensor that the GPU uses in parts.
 
-It is a buffer for results, or data of which a step takes some rows.
+It is a buffer for results, or data of which a step takes some rows. Buffers of layers become smaller instead.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memprof.findings.effect import has_host_memory
-from memprof.findings.evidence import file_and_line, format_shape, is_inference
+from memprof.findings.evidence import file_and_line, format_shape, is_inference, names_of
 from memprof.findings.finding import Context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
@@ -34,9 +34,19 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     largest = trace.storages[max(buffers, key=lambda index: trace.storages[index].num_bytes)]
     alike = [index for index in buffers if trace.storages[index].source == largest.source]
+    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
+    if _are_of_layers(context, alike):
+        alike = [index for index in buffers if trace.storages[index].shape == largest.shape]
+        length = largest.shape[0]
+        if length > 1 and lifetimes.sum_bytes(alike) >= MIN_SHARE * context.ledger.peak_bytes:
+            smaller = resize(trace, {index: trace.storages[index].num_bytes // length for index in alike})
+            change = (
+                f"a smaller batch or length of what each layer has, {where} and alike: 1 instead of {length} in front"
+            )
+            yield Proposal(smaller, change, source=trace.source_line(largest))
+        return
     if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes or _is_used_whole(context, alike):
         return
-    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = f'{where} in host memory (device="cpu"), copied in parts'
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(largest))
 
@@ -63,6 +73,14 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     if _is_made_of_less(context, largest):
         change = f"make the rows of one step at a time, when it needs them, instead of all of {where}"
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(storage))
+
+
+def _are_of_layers(context: Context, buffers: list[int]) -> bool:
+    """Return whether `buffers` are made between parameters: each layer has one for itself, such as a KV cache, whose
+    size is a setting of the model."""
+    births, parameters = context.lifetimes.births, names_of(context.ledger.trace, Role.PARAMETER)
+    first, last = min(births[index] for index in buffers), max(births[index] for index in buffers)
+    return any(first < births[index] < last for index in parameters)
 
 
 def _is_made_of_less(context: Context, index: int) -> bool:

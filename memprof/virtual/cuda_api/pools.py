@@ -8,6 +8,7 @@ nothing: the tensors of a graph are those of its capture.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from memprof.patching import Extension, Patch
 from memprof.torch_private import cuda
+from memprof.trace.events import NONE, GraphPool
 from memprof.virtual.gpu_functions import make_constant_function
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import unsupported_error
@@ -47,6 +49,13 @@ class _PrivatePools:
         if not self._num_users[pool[0]]:
             self._recorder.active_pool.append_pool_free(pool[0])
 
+    def record_capture(self, pool: PoolHandle) -> None:
+        """Record the program's current line as that of the first capture into `pool`."""
+        trace = self._recorder.trace
+        source = self._recorder.attribution.find_call_site(sys._getframe(1)).source
+        if source != NONE and all(one.pool != pool[0] for one in trace.graph_pools):
+            trace.graph_pools.append(GraphPool(pool[0], trace.sources[source]))
+
     def begin_allocating(self, pool: PoolHandle, *, is_thread_local: bool) -> None:
         """Allocate from `pool` from now on; with `is_thread_local`, only in this thread, not in backward passes."""
         self._outer_pools.append(self._recorder.active_pool.select_pool(pool[0], is_thread_local=is_thread_local))
@@ -70,6 +79,7 @@ class _CudaGraph:
         self.reset()
         self._pool = self.pools.create() if pool is None else pool
         self.pools.add_user(self._pool)
+        self.pools.record_capture(self._pool)
         self.pools.begin_allocating(self._pool, is_thread_local=False)
 
     def capture_end(self) -> None:

@@ -82,6 +82,12 @@ def test_the_fix_is_at_the_line_that_fills_the_holder(holder: Holder | None, tex
     assert evidence.source == (LOSSES.source if " at " in text.partition(":")[0] else None)
 
 
+def test_without_that_line_the_fix_is_at_the_line_that_makes_what_is_kept() -> None:
+    unfilled = holder_fix_evidence(LOSSES._replace(fills=False), "drop it", "/x/train.py:4 main")
+    assert unfilled.text == "fix at x/train.py:4: drop it" and unfilled.source == "/x/train.py:4 main"
+    assert holder_fix_evidence(LOSSES, "drop it", "/x/train.py:4 main").source == LOSSES.source
+
+
 @pytest.mark.parametrize("change", [{"kind": "dict"}, {"name": "outputs"}, {"source": "/x/train.py:10 main"}])
 def test_holders_are_the_same_by_kind_name_and_line(change: dict[str, str]) -> None:
     assert holder_key(LOSSES) == holder_key(LOSSES._replace(event=5, storages=(1,), nodes=3))

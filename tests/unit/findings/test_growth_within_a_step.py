@@ -125,3 +125,21 @@ def test_calls_are_freed_at_their_ends() -> None:
     assert memory_growth._find_ends_of_calls(context, until_peak, [1, 2, 3, 4]) == {
         index: forward.end for index, forward in enumerate(b.trace.forwards[:3], 1)
     }
+
+
+@pytest.mark.parametrize("is_again", [True, False])
+def test_a_list_whose_graphs_each_backward_goes_through_is_to_be_emptied(is_again: bool) -> None:
+    b = micro_batches(6, 1)
+    made = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    b.trace.holders.append(LOSSES._replace(storages=tuple(made), nodes=20))
+    births, _ = b.trace.lifetimes()
+    backward = PhaseKind.BACKWARD
+    times = [time for time, phase in b.trace.list_phase_begins() if phase.kind is backward]
+    own = {index: next(time for time in times if time > births[index]) for index in made}  # its own backward
+    last = {index: times[5 if index <= made[5] else 11] for index in made}  # that of its step
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    for index in made:
+        b.trace.last_uses[index] = (last if is_again else own)[index] + 1
+    text = found(b)[0].evidence[-1].text
+    assert ("empty it after each pass (.clear()), and leave out retain_graph=True" in text) == is_again
+    assert ("on what list `losses` keeps after each pass" in text) != is_again

@@ -229,6 +229,18 @@ def test_a_function_that_torch_has(ops: tuple[str, ...], name: str | None) -> No
     assert all(sizes(one, *made) == [0] * (len(ops) - 1) + [4 * 64 * 64] for one in found)
 
 
+@pytest.mark.parametrize(
+    ("line", "function"), [("act.py:4 forward", "silu(c * x) / c"), ("act.py:3 forward", "silu (of two tensors: glu)")]
+)
+def test_a_function_of_a_scaled_argument(line: str, function: str) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.free(b.new(64, 64, op="aten.mul", line=line))
+    for op in ("sigmoid", "mul"):
+        b.new(64, 64, op=f"aten.{op}", line="act.py:4 forward")
+    (found,) = activations.propose(b.context())
+    assert found.change.startswith(f"torch.nn.functional.{function} instead")
+
+
 @pytest.mark.parametrize("change", ["another line", "another shape", "freed"])
 def test_a_gate_is_another_function(change: str) -> None:
     b = TraceBuilder(PhaseKind.FORWARD)

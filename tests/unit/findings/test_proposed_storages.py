@@ -299,6 +299,23 @@ def test_a_buffer_that_is_used_as_a_whole_stays_on_the_gpu(shape: tuple[int, int
     assert bool(list(host_memory.propose(b.context()))) == is_told
 
 
+@pytest.mark.parametrize(("mib", "is_told"), [(19, False), (20, True), (21, True)])
+def test_buffers_between_parameters_are_of_layers(mib: int, is_told: bool) -> None:
+    """Those of a shape, together a quarter of the peak, become smaller; one alone is none of each layer."""
+    b = TraceBuilder()
+    made: list[int] = []
+    for _ in range(2):  # layers
+        lines = ("a.py:1 f", "a.py:2 f")
+        made += [b.new(8, mib * MIB // 32, op="aten.zeros", line=line, dtype="uint8") for line in lines]
+        b.alloc(30 * MIB, owner=(Role.PARAMETER, "weight"))
+    found = list(host_memory.propose(b.context()))
+    assert bool(found) == is_told
+    if is_told:
+        shape, start = f"[8 x {mib * MIB // 32}]", "a smaller batch or length of what each layer has"
+        assert found[0].change == f"{start}, {shape} at a.py:1 and alike: 1 instead of 8 in front"
+        assert {found[0].trace.storages[index].num_bytes for index in made} == {mib * MIB // 32}
+
+
 def test_buffers_of_one_line_are_one() -> None:
     b = TraceBuilder(PhaseKind.OTHER)
     made = [

@@ -56,6 +56,8 @@ def test_little_is_not_told_unless_it_decides() -> None:
     (finding,) = find(context(made, 100 * MIB))
     assert finding.severity is Severity.WARNING and ", and fits: take memory before" in finding.evidence[0].text
     assert find(context(made, 120 * MIB)) == []
+    made.trace.ended_out_of_memory = True  # only one more allocation would succeed
+    assert find(context(made, 100 * MIB)) == []
 
 
 def test_nothing_of_a_run_on_one_stream() -> None:

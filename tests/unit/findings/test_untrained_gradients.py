@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memprof.findings import Finding
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.untrained_gradients import find
-from memprof.trace.events import NONE, Forward, PhaseKind, Role, UntrainedSpan
+from memprof.trace.events import NONE, Forward, InnerCall, PhaseKind, Role, UntrainedSpan
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -125,3 +127,42 @@ def test_what_is_given_to_a_call_lives_until_its_end() -> None:
     b.trace.untrained_gradients = gradients
     b.trace.last_uses = [uses.get(index, NONE) for index in range(len(b.trace.storages))]
     assert not find(b.context())  # all three are live together in the call, as before
+
+
+def copied(*, child: str = "Linear", ended: bool = True) -> TraceBuilder:
+    """A model calls its part `online`, and then `target`, with a child of the class `child`, of whose parameters no
+    optimizer has any; memory runs out in that call."""
+    b = TraceBuilder()
+    b.alloc(256 * MIB, owner=(Role.PARAMETER, "online.0.weight"))
+    b.phase(PhaseKind.FORWARD)
+    begin = len(b.trace.events)
+    b.enter("", "Byol")
+    for path, name in (("online", "Linear"), ("target", child)):
+        b.trace.inner_calls.append(
+            InnerCall(len(b.trace.modules), b._index(b.trace.sources, f"byol.py:{len(path)} forward"))
+        )
+        start = len(b.trace.events)
+        b.enter(path, "Sequential")
+        b.enter(f"{path}.0", name)
+        saved = b.alloc(256 * MIB, op="aten.relu", line="model.py:3 forward")
+        b.leave()
+        if path == "online":
+            b.leave()
+    b.trace.untrained_spans.append(UntrainedSpan(start, len(b.trace.events), (saved,), (len(b.trace.events) - 1,)))
+    failed = Forward(begin, len(b.trace.events), 0, b._index(b.trace.sources, CALL), True, 2, ())
+    b.trace.ended_out_of_memory, b.trace.failed_forward = ended, failed
+    b.alloc(64 * MIB)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    return b
+
+
+@pytest.mark.parametrize(("change", "is_told"), [({}, True), ({"child": "Conv2d"}, False), ({"ended": False}, False)])
+def test_a_copy_of_what_is_trained_that_no_optimizer_has(change: dict[str, Any], is_told: bool) -> None:
+    """Another network may be given to an optimizer after the first step, even in training mode."""
+    findings = find(copied(**change).context(700 * MIB))
+    assert bool(findings) == is_told
+    if is_told:
+        assert findings[0].title.startswith(
+            "`target`, which is made as `online` is, is called at byol.py:6 with gradients, and no optimizer has"
+        )
+        assert findings[0].edit == Edit(EditKind.NO_GRADIENTS, "byol.py:6 forward")

@@ -209,6 +209,18 @@ def test_whether_it_can_be_reset(kind: type[Meter], has_reset: bool) -> None:
     assert only(run(program)).has_reset is has_reset
 
 
+def test_what_the_program_resets_itself_has_no_reset_to_be_told() -> None:
+    def program() -> None:
+        model, optimizer = parts()
+        meter = Metric()
+        for _ in range(4):
+            meter.add(step(model, optimizer))
+        if model is None:
+            meter.reset()
+
+    assert not only(run(program)).has_reset
+
+
 def remember_output(module: Any, args: Any, output: torch.Tensor) -> None:
     module.output = output.detach()  # kept
 

@@ -89,6 +89,37 @@ def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, shape: tup
 
 
 @pytest.mark.parametrize(
+    ("kib", "phase", "is_used", "is_told"),
+    [
+        (4096, PhaseKind.OPTIMIZER_STEP, False, True),  # two of 4 MiB are a tenth of 80
+        (4608, PhaseKind.OPTIMIZER_STEP, False, True),
+        (3584, PhaseKind.OPTIMIZER_STEP, False, False),
+        (4096, PhaseKind.BACKWARD, False, True),
+        (4096, PhaseKind.FORWARD, False, False),  # it may be called yet, as a teacher
+        (4096, PhaseKind.OPTIMIZER_STEP, True, False),
+    ],
+)
+def test_a_copy_of_the_model_that_no_pass_has_used(kib: int, phase: PhaseKind, is_used: bool, is_told: bool) -> None:
+    b = TraceBuilder()
+    for name in ("a", "b"):
+        b.parameter(name, kib, 256)
+    made = [b.new(kib, 256, op="aten.clone", line="ema.py:7 make") for _ in range(2)]
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(60 * MIB - 4 * kib * 1024)
+    used = len(b.trace.events)
+    b.phase(phase)
+    b.alloc(20 * MIB)
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    if is_used:
+        b.trace.last_uses[made[0]] = b.trace.last_uses[made[1]] = used
+    found = listed(copies.propose_unused(b.context(75 * MIB)))
+    assert bool(found) == is_told
+    for one in found:
+        assert "the copy of the model that ema.py:7 makes in host memory" in one.change
+        assert not any(one.trace.storages[index].num_bytes for index in made)
+
+
+@pytest.mark.parametrize(
     ("config", "release", "is_told"),
     [("", "2.8", True), ("expandable_segments:True", "2.8", False), ("", "2.0", False)],
 )

@@ -62,6 +62,19 @@ def test_graphs_share_a_pool_until_the_last_is_gone() -> None:
         assert handle != torch.cuda.graph_pool_handle()
 
 
+def test_pools_are_recorded_with_the_line_that_captures() -> None:
+    with memprof.virtual_gpu(alloc_conf="") as gpu:
+        graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+        for graph in graphs[:2]:
+            with torch.cuda.graph(graph):
+                take()
+        with torch.cuda.graph(graphs[2], pool=graphs[0].pool()):
+            take()
+    assert [pool.pool for pool in gpu.trace.graph_pools] == [1, 2]
+    assert len({pool.source for pool in gpu.trace.graph_pools}) == 1
+    assert all(" test_pools_are_recorded" in pool.source for pool in gpu.trace.graph_pools)
+
+
 def test_graphed_callables() -> None:
     with memprof.virtual_gpu(alloc_conf="") as gpu:
         model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).cuda()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from memprof.device.catalog import find_gpu
+from memprof.trace.events import Role
 from memprof.virtual import VirtualGpu
 
 
@@ -51,3 +52,26 @@ def test_on_the_host_it_converges_as_it_does() -> None:
         assert train("cpu") == alone
     assert alone[-1][1] < 60  # it converges: values decide
     assert not any("LBFGS" in said for said in gpu.trace.assumptions)
+
+
+def test_the_history_of_a_step_that_memory_ends_is_of_the_optimizer() -> None:
+    """The tenth evaluation runs out: there are pairs of all iterations but the first."""
+    calls = [0]
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        parameter = nn.Parameter(torch.randn(1 << 20, device="cuda"))
+        optimizer = torch.optim.LBFGS([parameter])
+
+        def evaluate() -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 10:
+                raise torch.OutOfMemoryError
+            optimizer.zero_grad()
+            loss = parameter.square().mean()
+            loss.backward()
+            return loss
+
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step(evaluate)
+    names = [owner.name for owner in gpu.trace.owners.values() if owner.role is Role.OPTIMIZER_STATE]
+    assert (names.count("old_dirs"), names.count("old_stps")) == (8, 8)
+    assert "old_dirs" not in optimizer.state[parameter]
