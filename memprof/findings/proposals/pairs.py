@@ -63,7 +63,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_product = trace.op(storage) in _BATCHED_PRODUCTS and storage.shape[0] == 1
     along = f" along dimension {chunks.axis}" if chunks.axis and not is_product else ""
     change = f"in chunks of {chunks.rows:,} of the {storage.shape[chunks.axis]:,} rows{along}{checkpointed}"
-    change += ", each reduced to what is needed of it before the next" * (not may_be_trained)
+    change += ", each reduced to what is needed of it before the next" * is_product
     if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
         change = f"one class at a time (target == c) instead of this one_hot of all classes, or {change}"
     elif trace.op(storage) in _ONE_HOT:

@@ -50,7 +50,6 @@ MAX_SUGGESTIONS = 3
 MIN_SAVED_SHARE = 0.1  # of what the run needs: suggestions that save less come last, however little they cost
 MIN_SHARE_OF_BEST = 0.25  # of what the best suggestion saves: others that save less are left out
 MAX_TENSORS = 3
-MAX_OTHERS = 2  # of tensors beside the failed allocation
 MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
 MAX_STAGES, MIN_STAGES = 8, 2  # as many rows as MAX_LINES leaves
 MIN_SHARE = 0.005  # Of the peak: smaller categories and tensors are not shown.
@@ -103,7 +102,8 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
-    tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
+    is_product = (verdict.oom_op or "") == "aten.bmm" and verdict.oom_shape[:1] == (1,)  # of matrices, as of einsum
+    tensor = describe_tensor(verdict.oom_shape[is_product:], verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
@@ -135,9 +135,11 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
         return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
-        lines = [*_list_largest(document, _list_others(document), MAX_OTHERS)]
-        items = [*failed, make_item("the largest tensors beside it:"), indent(*map(make_item, lines))]
-        items = items if failed and lines else failed or lines
+        label = "the largest beside it: " if failed else "the largest at the peak: "
+        items = [
+            *failed,
+            *(make_item(Text(label).append(line)) for line in _list_largest(document, _list_others(document), 1)),
+        ]
     elif causes[0].is_decisive or is_easy:
         items = [*map(_render_title, causes), *failed]
     else:

@@ -91,7 +91,7 @@ def a_view_of_them() -> None:
 def test_outputs_that_stay(program: Callable[[], None], holder: str, tensors: int) -> None:
     (finding,) = found(program)
     assert (finding.id, finding.severity) == ("evaluation-accumulates", Severity.WARNING)
-    assert f"kept by {holder} (" in finding.title and "1.95 MiB more a call" in finding.title
+    assert f"kept by {holder} (" in finding.title and "1.95 MiB a call" in finding.title
     assert finding.num_bytes == tensors * LOGITS
     assert finding.evidence[1].num_bytes == LOGITS
     assert finding.evidence[-1].text.startswith("fix at ") and ".cpu()" in finding.evidence[-1].text
