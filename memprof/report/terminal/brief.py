@@ -98,7 +98,8 @@ class _Fitting:
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
     """Return an item on the tensor whose allocation fails: its size, its shape, its operator, and the line of Python
     with its code, unless one that is to be changed is quoted; and whether torch's advice helps, if no change is known
-    that does. An operator that the line does not name is an inner one of torch's, and left out."""
+    that does. An operator that a line of the program does not name is an inner one of torch's, and left
+    out."""
     verdict = document.verdict
     if verdict.oom_shape is None or verdict.oom_source is None:
         return []
@@ -107,14 +108,15 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
-    code_there = read_code(verdict.oom_source, code_folder) if code_folder else None
+    is_own = not Path(verdict.oom_source).is_absolute()  # as files of libraries are
+    code_there = read_code(verdict.oom_source, code_folder) if code_folder and is_own else None
     is_named = code_there is None or operator.strip(".()") in code_there or tensor == A_BUFFER
     by = f" by {operator}" * bool(operator and is_named)
     text = f"failed allocation: {format_bytes(verdict.tried_to_allocate_bytes or 0)}, {tensor}{by}, at {lines}"
     changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
     if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
-    own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
+    own = [source for source in sources if not Path(source).is_absolute()]
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
     codes *= not _is_solved(document)
     is_quoted = any(action.code and not action.command for action in list_actions(document, code_folder))
