@@ -214,9 +214,11 @@ def _list_largest(
     unit = choose_report_unit(document)
     for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
-            times = f"{tensor.count:,} tensors of " if tensor.count > 1 else ""
+            what = describe_tensor(tensor.shape, tensor.dtype)
+            if tensor.count > 1:
+                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'tensors of {what}'}"
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            text = Text(f"{size}, {times}{describe_tensor(tensor.shape, tensor.dtype)}, ")
+            text = Text(f"{size}, {what}, ")
             yield text.append(render_origin(tensor, with_category=with_category))
 
 

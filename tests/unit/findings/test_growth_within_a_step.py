@@ -8,7 +8,9 @@ from memprof.findings import Finding, Severity, memory_growth
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.growth_until_peak import GrowthUntilPeak
 from memprof.findings.memory_growth import find
+from memprof.flows.account import analyze
 from memprof.trace.events import NONE, Forward, PhaseKind, Role
+from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
 from tests.unit.findings.growing import KEPT, LOSSES, MILLION
 from tests.unit.traces import TraceBuilder
@@ -80,6 +82,17 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     b = calls_before_one_backward(80)
     b.trace.may_train = False  # no backward is to come: it is an evaluation with gradients
     assert not find(b.context(64 * MIB))
+
+
+def test_what_a_cause_keeps_stands_beside_the_categories() -> None:
+    b = calls_before_one_backward(80)
+    b.enter("")
+    b.leave()
+    b.trace.facts = Facts(device=DeviceFacts("A", 64 * MIB, usable_bytes=64 * MIB))
+    peak = analyze(b.trace).peak
+    (culprit,) = peak.culprits.items()
+    assert culprit == ("graphs of 80 calls", {"inputs": 80 * MIB})
+    assert peak.categories["inputs"] >= 80 * MIB
 
 
 @pytest.mark.parametrize(("first", "is_keeper"), [(4, True), (5, False)])
