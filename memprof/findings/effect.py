@@ -66,7 +66,7 @@ def effect_evidence(context: Context, needs: MemoryNeeds, change: str = "freed a
         f"{change}, the run allocates at most {format_bytes(needs.allocated_bytes)} instead of "
         f"{format_bytes(ledger.peak_bytes)}, and {format_reserved(needs, before)}"
     )
-    return Evidence(text, num_bytes=before - after)
+    return Evidence(text, num_bytes=before - after, required_bytes=after)
 
 
 def format_reserved(needs: MemoryNeeds, before_bytes: int) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Set
 
+from memprof.allocator import MemoryNeeds
 from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
-from memprof.findings.effect import compute_needs_of, has_host_memory, is_decisive
+from memprof.findings.effect import compute_needs_of, effect_evidence, has_host_memory, is_decisive, name_other_place
 from memprof.findings.evidence import file_and_line
-from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Forward, Holder, Role
@@ -139,9 +140,12 @@ def _make_finding(
     is_inside = not has_caches and any(trace.storages[index].module != NONE for index in kept_storages - outputs)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
     kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside else "Outputs"
+    # The last call's may not be kept yet.
+    num_calls = min(len(loop), max(round(left_bytes / per_call), 1))
+    so_far = "so far" if trace.ended_out_of_memory else "after the last"
     title = (
-        f"{kept} of {len(loop)} calls of {name} without gradients stay on the GPU: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left_bytes)} after the last{growth.format_holders(*holders)}"
+        f"{kept} of {num_calls:,} calls of {name} stay on the GPU: {format_bytes(per_call)} a call, "
+        f"{format_bytes(left_bytes)} {so_far}{growth.format_holders(*holders)}"
     )
     evidence = []
     for holder, leaks in holders.items():
@@ -154,6 +158,9 @@ def _make_finding(
     exhaustion = growth.exhaustion_evidence(context, per_call, "call")
     if exhaustion is not None:
         evidence.append(exhaustion)
+    needs = _compute_needs(context, kept_storages)
+    if needs is not None:
+        evidence.append(effect_evidence(context, needs, name_other_place(context)))
     evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
     if is_inside and loop[-1].training:
         source = trace.source_at(loop[-1].source)
@@ -162,25 +169,31 @@ def _make_finding(
         )
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
-    decisive = _is_decisive(context, kept_storages)
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
     edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     return Finding(
-        "evaluation-accumulates", severity, title, left_bytes, tuple(evidence), (), is_decisive=decisive, edit=edit
+        "evaluation-accumulates",
+        severity,
+        title,
+        left_bytes,
+        tuple(evidence),
+        (),
+        is_decisive=is_decisive(context, needs),
+        edit=edit,
+        culprit=None if largest is None else Culprit(growth.describe_holder(largest), frozenset(kept_storages)),
     )
 
 
-def _is_decisive(context: Context, kept: set[int]) -> bool:
-    """Return whether the run does not fit, and would with `kept` in host memory, and the failed allocation too if the
-    same line makes that."""
+def _compute_needs(context: Context, kept: set[int]) -> MemoryNeeds | None:
+    """Return what a run that does not fit needs with `kept` in host memory, and the failed allocation too if the same
+    line makes that; None for others."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
     if oom is None:
-        return False
+        return None
     made = {(trace.storages[index].source, trace.storages[index].op) for index in kept}
     failed = trace.storages[oom.storage]
     away = kept | {oom.storage} if (failed.source, failed.op) in made else kept
-    needs = compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
-    return is_decisive(context, needs)
+    return compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
 
 
 def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
@@ -189,8 +202,8 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
     if any(line is not None and _TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
-            "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
-            "eval_accumulation_steps=1, which moves them to host memory after each batch"
+            "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs "
+            "(such as the argmax, which is then not taken again there)"
         )
     if any(context.ledger.categories[leak.storages[-1]] is Category.KV_CACHE for leak in leaks):
         return growth.holder_fix_evidence(
@@ -204,7 +217,8 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
                 holder,
                 f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
             )
-    on_host = "keep .cpu() of each batch, or only" if has_host_memory(context) else "keep of each batch only"
+    on_host = " in host memory (.cpu())" if has_host_memory(context) else ""
     needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
     made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None
-    return growth.holder_fix_evidence(holder, f"{on_host} {needed}", made_at)
+    fix = f"keep of each batch only {needed},{on_host}".removesuffix(",")
+    return growth.holder_fix_evidence(holder, fix, made_at)

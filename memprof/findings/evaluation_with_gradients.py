@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from memprof.findings.calls import find_call_loops, find_training_events, new_storages
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import compute_needs_without, is_decisive
+from memprof.findings.effect import compute_needs_without, effect_evidence, is_decisive
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     LeakGroup,
     by_holder,
@@ -187,30 +187,40 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
     title = (
         f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {keeps} up to "
-        f"{format_bytes(num_bytes)} for a backward that never comes{format_holders(*groups)}"
+        f"{format_bytes(num_bytes)}{' together' * (len(calls) > 1)} for a backward that never comes"
+        f"{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
+    needs = None
+    if context.ledger.trace.last_uses and not context.ledger.run.fits:
+        needs = compute_needs_without(context, kept.saved)
+        evidence.append(effect_evidence(context, needs))
     if unused is not None:
         fix = f"fix at {file_and_line(unused)}: `with torch.no_grad():` around the calls; alone the call does nothing"
         evidence.append(Evidence(fix, source=unused))
     elif trains_too:
         evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
     else:
-        fix = f"fix: call it under torch.no_grad() or torch.inference_mode() at {line}"
+        fix = f"fix: call it under torch.no_grad() at {line}"
         evidence.append(Evidence(fix, source=source))
-    needs = None
-    if context.ledger.trace.last_uses and not context.ledger.run.fits:
-        needs = compute_needs_without(context, kept.saved)
     decides = is_decisive(context, needs)
     is_large = decides or num_bytes >= WARNING_SHARE * context.ledger.peak_bytes
     severity = Severity.WARNING if is_large else Severity.NOTE
     edit = None if source is None or trains_too else Edit(EditKind.NO_GRADIENTS, source)
     return Finding(
-        "evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), (), is_decisive=decides, edit=edit
+        "evaluation-with-gradients",
+        severity,
+        title,
+        num_bytes,
+        tuple(evidence),
+        (),
+        is_decisive=decides,
+        edit=edit,
+        culprit=Culprit(f"graphs of {plural(len(calls), 'call')}", frozenset(kept.saved)),
     )
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from memprof.findings.edits import Edit
 from memprof.findings.lifetimes import Lifetimes
@@ -39,6 +39,15 @@ class Evidence:
     op: str | None = None
     source: str | None = None  # `file:line function`.
     device: str | None = None
+    # Reserved peak of the run with the change that this line is about; None: it is about none, or that is not known.
+    required_bytes: int | None = field(default=None, metadata=json_name(None))
+
+
+class Culprit(NamedTuple):
+    """What keeps the tensors that a finding is about."""
+
+    name: str  # such as "list `losses`"
+    storages: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class Finding:
     suggestions: tuple[Suggestion, ...] = ()  # Changes with their effect, which `fixes` has the names of, where known.
     # The change of one place in the program that takes the cause away; None: there is none, or it is not that local.
     edit: Edit | None = field(default=None, metadata=json_name(None))
+    culprit: Culprit | None = field(default=None, metadata=json_name(None))  # None: it has no name
 
     @property
     def order(self) -> tuple[bool, int, int]:

@@ -18,7 +18,7 @@ from memprof.findings.effect import (
 from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, find_own_line, format_shape, names_of, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, rule
 from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
 from memprof.findings.growth_until_peak import find_piled_up_storages, list_growth_holders
 from memprof.findings.idle_storages import (
@@ -74,6 +74,7 @@ class _Group(NamedTuple):
     is_snapshot: bool = False  # takes nothing on the GPU with `fix`; what is none is freed after its last use
     note: str = ""  # more evidence
     edit: Edit | None = None  # the change of the program that `fix` is
+    holder: Holder | None = None  # None: not one alone, or not seen
 
 
 @rule(55)
@@ -179,8 +180,10 @@ def _make_gradient_group(trace: Trace, births: Sequence[int], gradients: list[in
     lines = [line for one in in_steps if (line := trace.source_line(one)) is not None]
     source = lines[-1] if lines else None
     where = "" if source is None else f" at {file_and_line(source)}"
-    fix = f"call zero_grad() right after the optimizer's step{where}, before the next forward pass"
-    return _Group("gradients that the optimizer has used", fix, source, gradients, edit=_make_gradients_edit(trace))
+    fix = f"call zero_grad() right after the optimizer's step{where}"
+    return _Group(
+        "gradients (.grad) after the optimizer's step", fix, source, gradients, edit=_make_gradients_edit(trace)
+    )
 
 
 def _make_gradients_edit(trace: Trace) -> Edit | None:
@@ -371,13 +374,13 @@ def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Gr
     )
     taken = _find_taken(trace, max(storages, key=lambda index: trace.storages[index].num_bytes))
     if edit is not None:
-        fix = f"{_LOAD_FIX}, or {fix}"
+        fix = _LOAD_FIX
     elif taken is not None:
         line, shape = file_and_line(trace.source_line(taken)), format_shape(taken.shape)
-        fix = f"choose the elements that {line} takes ({shape}) first, and compute these alone; or {fix}"
+        fix = f"choose the elements that {line} takes ({shape}) first, and compute these alone"
     elif is_variable and holder.source is not None:
         edit = Edit(EditKind.DELETE, holder.source, variable)
-    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit)
+    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit, holder=holder)
 
 
 def _find_taken(trace: Trace, index: int) -> Storage | None:
@@ -434,7 +437,10 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept
     decisive = is_decisive(context, needs)
-    return Finding("idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit)
+    culprit = None if group.holder is None else Culprit(describe_holder(group.holder), frozenset(group.storages))
+    return Finding(
+        "idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit, culprit=culprit
+    )
 
 
 def _sum_idle_bytes(context: Context, frees: dict[int, int]) -> int:

@@ -16,7 +16,7 @@ from memprof.findings.effect import (
 from memprof.findings.evaluation_with_gradients import find_covered_storages as find_covered_storages_of_evaluation
 from memprof.findings.evidence import file_and_line, plural
 from memprof.findings.exhaustion import Growth, predict_growth
-from memprof.findings.finding import Context, Evidence, Finding, Severity, cache_per_context, rule
+from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
     CYCLE_FIXES,
     MIN_STEP_BYTES,
@@ -156,7 +156,14 @@ def _make_finding(
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
+        culprit=_name_culprit(holder, leaks),
     )
+
+
+def _name_culprit(holder: Holder | None, leaks: list[LeakGroup]) -> Culprit | None:
+    """Return what keeps `leaks`, if it was seen."""
+    storages = frozenset(index for leak in leaks for index in leak.storages)
+    return None if holder is None or holder.is_cycle else Culprit(describe_holder(holder), storages)
 
 
 def _are_mostly(context: Context, leaks: list[LeakGroup], storages: Collection[int]) -> bool:
@@ -261,7 +268,11 @@ def _make_finding_until_peak(
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
     if growth.unit == CALL:
+        if needs is not None:
+            evidence.append(effect_evidence(context, needs, "with a backward() after each call"))
         evidence.append(_make_backward_evidence(context, holder, storages))
+        if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
+            evidence.append(Evidence("fix: if no backward() follows these calls: torch.no_grad() around them"))
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, [end + 1 for end in growth.ends]):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
@@ -280,7 +291,10 @@ def _make_finding_until_peak(
     else:
         evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
-    graphs = f": the graphs of {growth.rounds} calls wait for one backward" if growth.unit == CALL else ""
+    culprit, graphs = _name_culprit(holder, leaks), ""
+    if growth.unit == CALL:
+        graphs = f": the graphs of {growth.rounds:,} calls wait for one backward"
+        culprit = Culprit(f"graphs of {growth.rounds:,} calls", frozenset(storages))
     title = (
         f"Memory grows by {format_bytes(per_round)} a {growth.unit}, to {format_bytes(num_bytes)}{graphs}"
         f"{format_holders(*named)}"
@@ -294,6 +308,7 @@ def _make_finding_until_peak(
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
+        culprit=culprit,
     )
 
 
@@ -317,11 +332,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
-    text = (
-        f"fix: fewer calls at {file_and_line(source)} before each backward() (one, if their losses do not need each "
-        "other); or these calls under torch.no_grad(), if no backward() follows them"
-    )
-    return Evidence(text, source=source)
+    return Evidence(f"fix: fewer calls at {file_and_line(source)} before each backward()", source=source)
 
 
 def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:
@@ -366,9 +377,7 @@ def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP)
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
     elif kept_bytes >= MIN_STEP_BYTES:
-        fix = (
-            f"keep what is needed of each {unit} in host memory (.detach().cpu()) or as a number (.item()), or drop it"
-        )
+        fix = f"keep what is needed of each {unit} in host memory (.detach().cpu()), and drop the rest"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

@@ -269,11 +269,14 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
     before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     text = f"{proposal.change or _describe_fix(context, fix or '')}: "
     if releases_cache:  # it would reserve more than the GPU has
-        text += f"fits{' up to there' * trace.ended_out_of_memory}, with allocator retries"
+        text += f"{'this allocation ' * trace.ended_out_of_memory}fits, with allocator retries"
     else:
         at_least = " at least" * trace.ended_out_of_memory  # what comes after the failed allocation was not run
         text += f"needs{at_least} {format_bytes(required + context_bytes)}"
         text += f" instead of {format_bytes(before + context_bytes)}" * (required < before)
+        total_bytes = None if run.gpu is None else run.gpu.usable_bytes + context_bytes
+        if fits and total_bytes and format_bytes(required + context_bytes) == format_bytes(total_bytes):
+            text += f" ({format_bytes(total_bytes - required - context_bytes)} less than the GPU has)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
         text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit yet"

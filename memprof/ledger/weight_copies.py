@@ -18,14 +18,21 @@ def find_weight_copies(trace: Trace, deaths: list[int]) -> set[int]:
 
     One source line allocates the copies, outside the modules of a model; in phases in which these are called, by
     `clone`. Their shapes are those of parameters or buffers, at least half of the shapes occur, and there are at least
-    half as many copies as parameters. Storages of a checkpoint, or of a `state_dict` that was copied, are flat: only
-    their numbers of elements are those of parameters. What an optimizer has may be copied with them.
+    half as many copies as parameters that were not freed before. Storages of a checkpoint, or of a `state_dict` that
+    was copied, are flat: only their numbers of elements are those of parameters. What an optimizer has may be copied
+    with them.
     """
     shapes: dict[Role, list[tuple[int, ...]]] = {Role.PARAMETER: [], Role.BUFFER: [], Role.OPTIMIZER_STATE: []}
     for index, owner in trace.owners.items():
         if owner.role in shapes and trace.storages[index].device == trace.device:
             shapes[owner.role].append(trace.storages[index].shape)
     weights = set(shapes[Role.PARAMETER])
+    parameters = [
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.PARAMETER and trace.storages[index].device == trace.device
+    ]
+    births, _ = trace.lifetimes()
     flat = flatten_shapes([*shapes[Role.BUFFER], *shapes[Role.OPTIMIZER_STATE], ()])  # copy.deepcopy copies storages
     others = {*shapes[Role.BUFFER], *flat, ()}
     phase_ends: dict[int, int] = {}
@@ -49,10 +56,11 @@ def find_weight_copies(trace: Trace, deaths: list[int]) -> set[int]:
     for (_, op, _), members in groups.items():
         group_shapes = {trace.storages[index].shape for index in members}
         possible = {"torch.load": [flatten_shapes(weights)], "aten.clone": [weights, flatten_shapes(weights)]}
-        if len(members) >= max(2, len(shapes[Role.PARAMETER]) / 2) and any(
+        is_alike = any(
             group_shapes <= expected | others and 2 * len(group_shapes & expected) >= len(expected)
             for expected in possible.get(trace.ops[op], [weights])
-        ):
+        )
+        if is_alike and len(members) >= max(2, sum(deaths[index] > births[members[0]] for index in parameters) / 2):
             copies.update(members)
     return copies
 

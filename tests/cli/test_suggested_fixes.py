@@ -54,7 +54,7 @@ def test_a_suggested_fix_does_what_it_says(memprof, script, vocab_size, gib, fix
 def test_what_no_fix_changes_is_not_run_with_fixes(memprof, script):
     name = script(POINTS)
     result = memprof("run", "--gpu", "v100-32gb", name)
-    assert result.exit_code == 3 and "1024 of the 32768 rows" in result.stdout and "--fix" not in result.stdout
+    assert result.exit_code == 3 and "1,024 of the 32,768 rows" in result.stdout and "--fix" not in result.stdout
     (suggestion,) = find_suggestions(memprof("run", "--gpu", "v100-32gb", "--json", name).json)
     assert suggestion["fix"] is None and suggestion["fits"]
     assert "needs at least" in suggestion["text"]

@@ -94,7 +94,7 @@ def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
 
 def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
     report = document(2048 * MIB)
-    line = "- logits and loss: 2.44 GiB (83% of the peak); the largest: "
+    line = "- logits and loss: 2.44 GiB; the largest: "
     for share, is_told in ((0.49, True), (0.51, False)):
         num_bytes = int(share * report.peak.categories["logits and loss"])
         assert (line in with_findings(report, finding("upcast", Severity.WARNING, num_bytes=num_bytes))) is is_told
@@ -145,7 +145,7 @@ def test_the_line_to_change_is_quoted_where_its_file_is_as_it_was_run(tmp_path: 
 
 def test_the_tensor_that_is_refused_has_its_line() -> None:
     lines = to_text(render(document(2048 * MIB)), 200).splitlines()
-    assert "- failed allocation: [4096x64000] float32 by .to(), at tiny/loss.py:7" in lines
+    assert "- failed allocation: 1,000.00 MiB, [4096x64000] float32 by .to(), at tiny/loss.py:7" in lines
 
 
 def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
@@ -164,6 +164,40 @@ def test_the_code_of_a_failed_allocation_is_quoted_once(tmp_path: Path) -> None:
     lines = [line.strip() for line in to_text(render(changed, code_folder=tmp_path), 200).splitlines()]
     assert lines.count("return logits.float()") == 1
     assert lines[lines.index("- chunks: needs 2") + 1] == "return logits.float()"
+
+
+def test_the_first_change_of_a_cause_says_what_the_run_needs_with_it() -> None:
+    fixes = tuple(Evidence(f"fix: {name}", source=f"/src/train.py:{name} main") for name in ("1", "2"))
+    report = document(2048 * MIB)
+    needs = report.peak.device_used_bytes - report.peak.reserved_bytes
+    for is_decisive, left in ((True, 1024 * MIB), (True, 2048 * MIB - needs + 1), (False, 1024 * MIB)):
+        evidence = (*fixes, Evidence("effect", required_bytes=left))
+        text = with_findings(
+            report, finding("idle-memory", Severity.WARNING, evidence=evidence, is_decisive=is_decisive)
+        )
+        told = ": needs 1.42 GiB instead of 4.09 GiB" if is_decisive and left == 1024 * MIB else ""
+        assert f"- src/train.py:1: 1{told}\n" in text and "- src/train.py:2: 2\n" in text
+
+
+def test_what_keeps_the_tensors_of_a_cause_has_a_row_and_the_rest_adds_up() -> None:
+    report = document(2048 * MIB)
+    optimizer_bytes = report.peak.categories["optimizer state"]
+    culprits = {"list `kept`": {"logits and loss": 1 << 30}, "dict `ckpt`": {"optimizer state": optimizer_bytes}}
+    shown = replace(report, peak=replace(report.peak, culprits=culprits))
+    rows = [line.split("  ") for line in to_text(render(shown), 100).partition("\nAt the peak")[2].splitlines()[1:6]]
+    sizes = {row[1].strip(): next(word.strip() for word in row[2:] if word.strip()) for row in rows}
+    whole = report.peak.categories["logits and loss"] / (1 << 30)
+    assert sizes["list `kept`"] == "1.00" and sizes["logits and loss"] == f"{whole - 1:.2f}"
+    assert "dict `ckpt`" in sizes and "optimizer state" not in sizes
+
+
+@pytest.mark.parametrize(("num_bytes", "is_told"), [(25, True), (24, False)])
+def test_a_small_saving_is_no_suggestion_where_memory_ended_the_run(num_bytes: int, is_told: bool) -> None:
+    changes = (Suggestion("large", None, 1, True, 100), Suggestion("small", None, 1, True, num_bytes))
+    report = replace(document(2048 * MIB), findings=(finding("x", Severity.WARNING, suggestions=changes),))
+    for ended, shown in (("refused", is_told), ("exit", True)):
+        program = ProgramFacts(("a.py",), ended, None, 2, (), asked=RunSpec())
+        assert ("- small\n" in to_text(render(replace(report, program=program)), 100)) is shown
 
 
 def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:

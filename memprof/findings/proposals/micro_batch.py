@@ -29,7 +29,7 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
-        yield Proposal(changed, f"batches of {rows} samples, one after another, instead of {size}{beams}")
+        yield Proposal(changed, f"batches of {rows:,} samples, one after another, instead of {size:,}{beams}")
 
 
 @proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))

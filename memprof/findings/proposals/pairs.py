@@ -59,8 +59,11 @@ def propose(context: Context) -> Iterator[Proposal]:
     checkpointed = ", each under torch.utils.checkpoint if it needs gradients" if is_checkpointed else ""
     is_difference = trace.op(storage) == "aten.sub" and len(storage.shape) == 3
     distances = " (for distances, torch.cdist)" * (is_difference and storage.shape[2] not in storage.shape[:2])
-    along = f" along dimension {chunks.axis}" if chunks.axis else ""
-    change = f"in chunks of {chunks.rows} of the {storage.shape[chunks.axis]} rows{along}{checkpointed}"
+    # A product of two matrices is a batch of one in torch.einsum.
+    is_product = trace.op(storage) in _BATCHED_PRODUCTS and storage.shape[0] == 1
+    along = f" along dimension {chunks.axis}" if chunks.axis and not is_product else ""
+    change = f"in chunks of {chunks.rows:,} of the {storage.shape[chunks.axis]:,} rows{along}{checkpointed}"
+    change += ", each reduced to what is needed of it before the next" * is_product
     if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
         change = f"one class at a time (target == c) instead of this one_hot of all classes, or {change}"
     elif trace.op(storage) in _ONE_HOT:
@@ -68,12 +71,12 @@ def propose(context: Context) -> Iterator[Proposal]:
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
     elif is_of_each_sample(storage):
-        change = f"pairs of each point with its nearest alone, not with all {storage.shape[1]}; or {change}"
+        change = f"pairs of each point with its nearest alone, not with all {storage.shape[1]:,}; or {change}"
     elif may_be_trained and (table := _find_whole_table(trace, storage)) is not None:
         name, num_rows = table
         taken = f"the rows of `{name}` that the loss takes (sampled negatives), not with all {num_rows}"
         change = f"pairs with {taken}; or {change}"
-    place = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
+    place = f"{format_shape(storage.shape[is_product:])} at {file_and_line(trace.source_line(storage))}"
     yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
 
 

@@ -18,7 +18,7 @@ NUM_WINDOWS = 8  # into which the calls are divided: torch's word language model
 
 MIN_STEPS = 512  # of a sequence: shorter ones are sentences, which a backward goes through as a whole
 
-_SHORTER = "shorter sequences (samples cut into parts), or truncated backpropagation through time:"
+_SHORTER = "shorter sequences: parts of {size:,} of the {num:,} {steps}, with a backward() after each"
 
 _RNN = "aten._cudnn_rnn"
 
@@ -50,8 +50,9 @@ def propose(context: Context) -> Iterator[Proposal]:
         line = _find_line(trace, module)
         yield Proposal(
             free_earlier(trace, {index: time for index, time in frees.items() if time < len(trace.events)}),
-            f"{_SHORTER} a backward, and .detach() of the state, after every {size:,} of the "
-            f"{num_calls:,} calls of `{trace.modules[module].path}` at {file_and_line(line)} (gradients end there)",
+            _SHORTER.format(
+                size=size, num=num_calls, steps=f"calls of `{trace.modules[module].path}` at {file_and_line(line)}"
+            ),
             source=line,
         )
 
@@ -74,10 +75,7 @@ def propose_windows(context: Context) -> Iterator[Proposal]:
         if index not in trace.owners and not one.hidden and num_steps in one.shape[:2]
     }
     size, line = -(-num_steps // NUM_WINDOWS), find_own_line(trace, longest)
-    change = (
-        f"{_SHORTER} a backward, and .detach() of the state, after every {size:,} of the "
-        f"{num_steps:,} steps at {file_and_line(line)} (gradients end there)"
-    )
+    change = _SHORTER.format(size=size, num=num_steps, steps=f"steps at {file_and_line(line)}")
     yield Proposal(resize_rows(trace, along.union(made), size, num_steps), change, source=line)
 
 

@@ -66,6 +66,8 @@ class Peak:
     tensors: tuple[LiveTensor, ...]
     rows: tuple[Row, ...]  # Their bytes sum to `allocated_bytes`.
     workspaces: Workspaces | None = None  # Of cuDNN's convolutions; None: there were none, or the run was measured.
+    # What keeps the tensors of the run's causes, by name: its bytes of each category.
+    culprits: dict[str, dict[str, int]] = field(default_factory=dict, metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,21 @@ class Report(DisplayedDocument):
         return {name: values[name] for name in values if name not in omitted}
 
 
+def _sum_by_culprit(ledger: Ledger, findings: list[Finding]) -> dict[str, dict[str, int]]:
+    """Return the bytes at the peak that what decisive findings name keeps: name -> category -> bytes."""
+    sums: dict[str, dict[str, int]] = {}
+    told: set[int] = set()
+    for culprit in (one.culprit for one in findings if one.is_decisive and one.culprit is not None):
+        kept = culprit.storages - told
+        told |= kept
+        for tensor in ledger.live:
+            if count := len(kept.intersection(tensor.storages)):
+                row = sums.setdefault(culprit.name, {})
+                num_bytes = tensor.allocated_bytes // tensor.count * count
+                row[tensor.category.value] = row.get(tensor.category.value, 0) + num_bytes
+    return sums
+
+
 _RANK_OPTIONAL = ("alike", "without_nccl")  # Left out of JSON if empty.
 
 
@@ -293,6 +310,7 @@ def build_report(
             tensors=tuple(ledger.live),
             rows=tuple(ledger.rows),
             workspaces=Workspaces.from_trace(trace, ledger.allocated, ledger.peak_event, ledger.run.refused),
+            culprits=_sum_by_culprit(ledger, findings),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
         bridge=bridge,

@@ -48,6 +48,7 @@ from memprof.units import format_bytes
 MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
 MIN_SAVED_SHARE = 0.1  # of what the run needs: suggestions that save less come last, however little they cost
+MIN_SHARE_OF_BEST = 0.25  # of what the best suggestion saves: others that save less are left out
 MAX_TENSORS = 3
 MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
 MAX_STAGES, MIN_STAGES = 8, 2  # as many rows as MAX_LINES leaves
@@ -95,24 +96,29 @@ class _Fitting:
 
 
 def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableType]:
-    """Return an item on the tensor whose allocation fails: its shape, its operator, and the line of Python with its
-    code, unless one that is to be changed is quoted; and whether torch's advice helps, if no change is known that does.
-    Nothing if the cause is known."""
+    """Return an item on the tensor whose allocation fails: its size, its shape, its operator, and the line of Python
+    with its code, unless one that is to be changed is quoted; and whether torch's advice helps, if no change is known
+    that does. An operator that a line of the program does not name is an inner one of torch's, and left
+    out."""
     verdict = document.verdict
-    if verdict.oom_shape is None or verdict.oom_source is None or _is_solved(document):
+    if verdict.oom_shape is None or verdict.oom_source is None:
         return []
-    tensor = describe_tensor(verdict.oom_shape, verdict.oom_dtype or "")
+    is_product = (verdict.oom_op or "") == "aten.bmm" and verdict.oom_shape[:1] == (1,)  # of matrices, as of einsum
+    tensor = describe_tensor(verdict.oom_shape[is_product:], verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
     lines = ", called at ".join(map(short_source, sources))
     operator = name_operator(verdict.oom_op or "")
-    if tensor == A_BUFFER:
-        tensor = f"{tensor} of {format_bytes(verdict.tried_to_allocate_bytes or 0)}"
-    text = f"failed allocation: {tensor}{f' by {operator}' * bool(operator)}, at {lines}"
+    is_own = not Path(verdict.oom_source).is_absolute()  # as files of libraries are
+    code_there = read_code(verdict.oom_source, code_folder) if code_folder and is_own else None
+    is_named = code_there is None or operator.strip(".()") in code_there or tensor == A_BUFFER
+    by = f" by {operator}" * bool(operator and is_named)
+    text = f"failed allocation: {format_bytes(verdict.tried_to_allocate_bytes or 0)}, {tensor}{by}, at {lines}"
     changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
     if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
-    own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
+    own = [source for source in sources if not Path(source).is_absolute()]
     codes = [code for source in own if code_folder and (code := read_code(source, code_folder))]
+    codes *= not _is_solved(document)
     is_quoted = any(action.code and not action.command for action in list_actions(document, code_folder))
     return [make_item(text), *(_quote(code) for code in codes[:1] if not is_quoted)]
 
@@ -131,8 +137,11 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
         return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
-        lines = _list_largest(document, document.peak.tensors, MAX_TENSORS)
-        items = [*failed, make_item("the largest tensors at the peak:"), indent(*map(make_item, lines))]
+        label = "the largest beside it: " if failed else "the largest at the peak: "
+        items = [
+            *failed,
+            *(make_item(Text(label).append(line)) for line in _list_largest(document, _list_others(document), 1)),
+        ]
     elif causes[0].is_decisive or is_easy:
         items = [*map(_render_title, causes), *failed]
     else:
@@ -146,8 +155,10 @@ def list_causes(document: Report) -> list[Finding]:
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
     decisive = [finding for finding in others if finding.is_decisive]
     noticed = [finding for finding in others if finding.severity is not Severity.NOTE]
-    # What is free in pieces is seldom more than a part of what another finding is about.
-    shown = decisive or [one for one in noticed if one is noticed[0] or one.id != "fragmentation"]
+    # What is free in pieces is seldom more than a part of what another finding is about. Where memory ended the run, it
+    # is what is cached.
+    is_end = document.program is not None and document.program.ended == "refused"
+    shown = decisive or [one for one in noticed if one.id != "fragmentation" or (one is noticed[0] and not is_end)]
     by_title: dict[str, Finding] = {}  # two models of one class that are used alike have findings with equal titles
     for finding in shown:
         by_title.setdefault(finding.title, finding)
@@ -185,9 +196,15 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[R
     explained_bytes = 0 if finding.id == "fragmentation" else finding.num_bytes or 0  # which is beside all tensors
     if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
-        share = f"{category_bytes / document.peak.allocated_bytes:.0%} of the peak"
         for line in _list_largest(document, tensors, 1, with_category=False):
-            yield make_item(Text(f"{category}: {format_bytes(category_bytes)} ({share}); the largest: ").append(line))
+            yield make_item(Text(f"{category}: {format_bytes(category_bytes)}; the largest: ").append(line))
+
+
+def _list_others(document: Report) -> list[LiveTensor]:
+    """Return the tensors at the peak that are not the failed allocation."""
+    verdict = document.verdict
+    failed = verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
+    return [one for one in document.peak.tensors if (one.shape, one.dtype, one.source) != failed]
 
 
 def _list_largest(
@@ -197,9 +214,11 @@ def _list_largest(
     unit = choose_report_unit(document)
     for tensor in sorted(merge_equal_tensors(tensors), key=lambda tensor: -tensor.allocated_bytes)[:count]:
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
-            times = f"{tensor.count} x " if tensor.count > 1 else ""
+            what = describe_tensor(tensor.shape, tensor.dtype)
+            if tensor.count > 1:
+                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'tensors of {what}'}"
             size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            text = Text(f"{size}, {times}{describe_tensor(tensor.shape, tensor.dtype)}, ")
+            text = Text(f"{size}, {what}, ")
             yield text.append(render_origin(tensor, with_category=with_category))
 
 
@@ -227,18 +246,28 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     actions = []
     shown = list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
-    fixes = dict.fromkeys(_list_line_fixes([*find_certain_errors(document), *shown]))
+    told_findings = [*find_certain_errors(document), *shown]
+    fixes = dict.fromkeys(_list_line_fixes(told_findings))
+    effects = {
+        pair: effect
+        for one in told_findings
+        if (effect := _describe_effect(document, one))
+        for pair in [*_list_line_fixes([one])][:1]
+    }
     # What is to be done at a line is not told again of a variable without one.
     told = {fix.partition(": ")[2] for fix, source in fixes if source}
     for fix, source in (pair for pair in fixes if pair[1] or pair[0] not in told):
         code = read_code(source, code_folder) if source and code_folder else None
-        actions.append(Action(fix, code or ""))
+        actions.append(Action(f"{fix}{effects.get((fix, source), '')}", code or ""))
     if not (_is_solved(document) or document.ladder):
         ranked = sorted(document.findings, key=lambda finding: finding.id != "does-not-fit")  # it has all, best first
         suggestions = {s.text: s for finding in ranked for s in finding.suggestions}.values()
         # Those that do not fit are of use only where none does: together with others they may.
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
-        best = sorted(fitting or suggestions, key=lambda suggestion: _is_marginal(document, suggestion))
+        is_end = document.program is not None and document.program.ended == "refused"  # where little soon ends again
+        most = max((one.num_bytes for one in fitting or suggestions), default=0) if is_end else 0
+        worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most]
+        best = sorted(worth, key=lambda suggestion: _is_marginal(document, suggestion))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
@@ -246,6 +275,19 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
     return actions
+
+
+def _describe_effect(document: Report, finding: Finding) -> str:
+    """Return what the run needs with the change of a cause, as the end of a sentence; "" if that is not known, or what
+    is reserved then is more than the GPU has, though it fits."""
+    required_bytes = next((one.required_bytes for one in finding.evidence if one.required_bytes is not None), None)
+    if not finding.is_decisive or required_bytes is None:
+        return ""
+    need_bytes = required_bytes + document.peak.device_used_bytes - document.peak.reserved_bytes
+    if need_bytes > (document.device.total_bytes or 0):
+        return ""
+    at_least = " at least" * (document.program is not None and document.program.ended == "refused")
+    return f": needs{at_least} {format_bytes(need_bytes)} instead of {format_bytes(document.verdict.required_bytes)}"
 
 
 def _is_solved(document: Report) -> bool:

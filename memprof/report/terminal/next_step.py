@@ -155,7 +155,8 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
     if document.verdict.fits is None and is_single:
         return "the whole script", run(until_exit=True, steps=None, timeout=None)
     if is_single and document.patch is None and not (document.ladder or program.fixes) and _has_local_fix(document):
-        return "this change as a diff, and what the run needs with it", run("--suggest-patch")
+        edits = [one for one in document.findings if one.edit is not None and one.is_decisive]
+        return f"{'these changes' if len(edits) > 1 else 'this change'} as a diff", run("--suggest-patch")
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
         return "where it runs out", run(until_exit=True, steps=None, timeout=None)

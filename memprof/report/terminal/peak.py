@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
+from memprof.ledger.categories import Category
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_shape
 from memprof.report.terminal.console import dim, draw_bar, make_section, make_table
 from memprof.report.terminal.stage_names import describe_moment
 from memprof.report.terminal.tensors import merge_equal_tensors, render_origin
+from memprof.trace.events import short_source
 from memprof.units import MIB, format_bytes
 
 MAX_TENSORS = 10
@@ -17,6 +19,7 @@ _MAX_ROUNDING_BYTES = 20 * MIB  # By which torch's message exceeds a tensor: it 
 _REFUSED_WORKSPACES = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
+_NAMES_OF_ROWS = {"fragmentation": "rounding of blocks"}  # among tensors, where it is no memory between segments
 _MIN_PEAK_SHARE = 0.1  # Of what a run needs: a smaller peak has a unit of its own.
 _MIN_UNCERTAIN_SHARE = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
 
@@ -29,12 +32,13 @@ def choose_report_unit(document: Report) -> Unit:
 
 def render_categories(document: Report, min_share: float = 0.0, note: str | None = None) -> RenderableType:
     """Return the categories of memory at the peak, each with its share, from the fraction `min_share` on, and below
-    them a note; None: what is not known of cuDNN's workspaces."""
+    them a note; None: what is not known of cuDNN's workspaces. With a note, what keeps the tensors of a cause has a row
+    of its own."""
     total_bytes = document.peak.allocated_bytes
     format_size = choose_report_unit(document).format
     table = make_table("", ">", ">", "|bar", optional=("bar",))
     table.show_header = False
-    for category, num_bytes in document.peak.categories.items():
+    for category, num_bytes in (document.peak.categories if note is None else _divide_peak(document)).items():
         share = num_bytes / total_bytes
         if share < min_share:
             continue
@@ -45,6 +49,29 @@ def render_categories(document: Report, min_share: float = 0.0, note: str | None
         title = f"At the peak, {format_bytes(total_bytes)} of tensors in {where}"
     notes = _render_workspaces(document) if note is None else [dim(note)] if note else []
     return make_section(title, table, *notes, below=1)
+
+
+def _divide_peak(document: Report) -> dict[str, int]:
+    """Return the bytes at the peak of what keeps the tensors of each cause, and of the categories without these, in the
+    program's terms, largest first."""
+    rest = dict(document.peak.categories)
+    parts = {}
+    for name, categories in document.peak.culprits.items():
+        parts[name] = sum(categories.values())
+        for category, num_bytes in categories.items():
+            rest[category] -= num_bytes
+    names = _NAMES_OF_ROWS | {Category.KEPT.value: _name_kept(document)}
+    parts |= {names.get(category, category): num_bytes for category, num_bytes in rest.items() if num_bytes}
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _name_kept(document: Report) -> str:
+    """Return the category of what the program keeps, with the line that makes the largest tensor of it."""
+    kept = [tensor for tensor in document.peak.tensors if tensor.category == Category.KEPT and tensor.source]
+    largest = max(kept, key=lambda tensor: tensor.allocated_bytes, default=None)
+    if largest is None or not largest.source:
+        return Category.KEPT.value
+    return f"kept, made at {short_source(largest.source).rpartition('/')[2]}"
 
 
 def _is_failed_included(document: Report) -> bool:

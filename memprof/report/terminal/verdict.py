@@ -14,20 +14,21 @@ from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
 from memprof.ledger.stage_amounts import describe_unusable
-from memprof.ledger.stages import OWN_CODE, describe_name
+from memprof.ledger.stages import EVALUATION_PREFIX, OWN_CODE
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
 from memprof.report.terminal.heading import has_own_exit_code
 from memprof.report.terminal.limit import format_limit
 from memprof.report.terminal.peak import get_uncertain_peak
-from memprof.report.terminal.stage_names import describe_moment
+from memprof.report.terminal.stage_names import describe_moment, describe_stage
 from memprof.report.terminal.stages import MIN_HOST_BYTES
 from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
 from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
 _WORST_STEPS = 2  # that --worst-batch gives the largest batch
+_FIRST_STEPS = 2  # without a number where memory runs out
 _MAX_SHARE_OF_TENSORS = 0.8  # Of what is reserved: below it, both are told.
 
 
@@ -121,7 +122,7 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
         size = f"{at_least} {format_bytes(required_bytes)}{suffix}; the GPU has {format_bytes(total_bytes)}"
         if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
             size = f" more than the {format_bytes(total_bytes)} of the GPU{suffix}"
-        place = _describe_place(document, where)
+        place = _describe_place(document)
         return _label("Does not fit", "bold red", f"out of memory {place}. It needs{size}.{caught_note}")
     if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
         need += f", {format_bytes(required_bytes - total_bytes)} more than the GPU has"
@@ -140,20 +141,30 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     return make_section(view, dim(message[0] + (" ..." if message[1] else "")))
 
 
-def _describe_place(document: Report, where: str) -> str:
-    """Return where memory runs out: in a script the line of its own code, then the stage `where` as words; code outside
-    modules is named by that line alone."""
+def _describe_place(document: Report) -> str:
+    """Return where memory runs out: in a script the line of its own code, then the stage. Code outside modules is named
+    by that line alone; that of an evaluation, which may have no loss, by the library's function that it calls.
+
+    The first steps have no number: a program may count them from 0, or make one before its loop.
+    """
     verdict = document.verdict
+    stage, step = verdict.oom_stage or "", verdict.oom_step or 0
     sources = [] if verdict.oom_source is None else [verdict.oom_source, *verdict.oom_callers]
     own = [source for source in sources if not Path(source).is_absolute()]  # as files of libraries are
     if document.program is None or not own:
-        return f"in {where}"
+        return f"in {describe_moment(document, stage, step)}"
     line, function = short_source(own[-1]), own[-1].rpartition(" ")[2]
     place = f"at {line}{f' in {function}()' * function.isidentifier()}"
-    outside = f"{describe_name(OWN_CODE[0])} of "
-    if where == outside.removesuffix(" of "):
-        return place
-    return f"{place}, in {where.removeprefix(outside)}"
+    told_step = step if step > _FIRST_STEPS else 0
+    if stage in OWN_CODE:
+        return f"{place}{f', in step {step}' * bool(told_step)}"
+    if not stage.startswith(EVALUATION_PREFIX):
+        return f"{place}, in {describe_stage(stage, told_step)}"
+    plain_stage = stage.removeprefix(EVALUATION_PREFIX)
+    if plain_stage == "loss" and sources[0] not in own:
+        return f"{place}, in {sources[0].rpartition(' ')[2]} ({short_source(sources[0])})"
+    is_outside = plain_stage in (*OWN_CODE, "loss")
+    return f"{place}, in {'the evaluation' if is_outside else describe_stage(stage, 0)}"
 
 
 def _describe_waste(document: Report, usable_bytes: int) -> str:

@@ -137,10 +137,8 @@ def test_what_hooks_keep_in_eval_mode_counts_if_something_was_seen_to_keep_it(is
     if is_held:
         b.trace.holders.append(OUTPUTS._replace(storages=(0, 2)))
     found = evaluation_accumulates.find(b.context())
-    assert [one.title.partition(" stay")[0] for one in found] == [
-        "Tensors of 5 calls of Net without gradients"
-    ] * is_held
-    assert all("keep .cpu() of each batch" in one.evidence[-1].text for one in found)  # it is in eval mode already
+    assert [one.title.partition(" stay")[0] for one in found] == ["Tensors of 5 calls of Net"] * is_held
+    assert all("in host memory (.cpu())" in one.evidence[-1].text for one in found)  # it is in eval mode already
 
 
 def test_what_the_loop_makes_of_outputs_outside_of_the_model_counts() -> None:
@@ -201,7 +199,7 @@ def test_a_trainer_has_options_of_its_own(source: str) -> None:
     b = accumulated()
     b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), source=source))
     fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
-    assert "eval_accumulation_steps=1" in fix.text
+    assert "preprocess_logits_for_metrics" in fix.text
 
 
 @pytest.mark.parametrize(("is_held", "is_used"), [(True, False), (False, False), (True, True)])

@@ -8,7 +8,9 @@ from memprof.findings import Finding, Severity, memory_growth
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.growth_until_peak import GrowthUntilPeak
 from memprof.findings.memory_growth import find
+from memprof.flows.account import analyze
 from memprof.trace.events import NONE, Forward, PhaseKind, Role
+from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
 from tests.unit.findings.growing import KEPT, LOSSES, MILLION
 from tests.unit.traces import TraceBuilder
@@ -72,11 +74,25 @@ def test_calls_that_wait_for_one_backward_are_told_where_memory_runs_out() -> No
     (finding,) = find(calls_before_one_backward(80).context(64 * MIB))
     assert finding.is_decisive and "grows by 1.00 MiB a call, to " in finding.title
     assert finding.severity is Severity.WARNING  # 1 MiB a call would be a note, if it were not the cause
-    assert finding.evidence[-1].text.startswith("fix: fewer calls at train.py:5")
+    fixes = [one.text for one in finding.evidence if one.text.startswith("fix")]
+    alternative = "fix: if no backward() follows these calls: torch.no_grad() around them"  # none was seen
+    assert fixes == ["fix: fewer calls at train.py:5 before each backward()", alternative]
+    assert finding.culprit is not None and finding.culprit.name.startswith("graphs of ")
     assert not find(calls_before_one_backward(80).context(1000 * MIB))
     b = calls_before_one_backward(80)
     b.trace.may_train = False  # no backward is to come: it is an evaluation with gradients
     assert not find(b.context(64 * MIB))
+
+
+def test_what_a_cause_keeps_stands_beside_the_categories() -> None:
+    b = calls_before_one_backward(80)
+    b.enter("")
+    b.leave()
+    b.trace.facts = Facts(device=DeviceFacts("A", 64 * MIB, usable_bytes=64 * MIB))
+    peak = analyze(b.trace).peak
+    (culprit,) = peak.culprits.items()
+    assert culprit == ("graphs of 80 calls", {"inputs": 80 * MIB})
+    assert peak.categories["inputs"] >= 80 * MIB
 
 
 @pytest.mark.parametrize(("first", "is_keeper"), [(4, True), (5, False)])
@@ -95,7 +111,8 @@ def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
     b.trace.sources.append("train.py:9 main")
     b.trace.forwards[-1] = b.trace.forwards[-1]._replace(source=len(b.trace.sources) - 1)
     (finding,) = find(b.context(64 * MIB))
-    assert "backward() for each part" in finding.evidence[-1].text and finding.evidence[-1].source is None
+    fix = next(one for one in finding.evidence if one.text.startswith("fix"))
+    assert "backward() for each part" in fix.text and fix.source is None
 
 
 def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:

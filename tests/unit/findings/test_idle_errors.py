@@ -83,7 +83,7 @@ def test_a_checkpoint_that_was_seen_at_the_error_is_no_more_than_what_was_seen()
     b.trace.idle_holders.append(holder)
     (finding,) = b.find(400 * MIB)
     assert finding.num_bytes == 100 * MIB
-    assert finding.evidence[0].text == 'fix: load it with map_location="cpu", or `del loaded` after the last use'
+    assert finding.evidence[0].text == 'fix: load it with map_location="cpu"'
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_windows_of_a_long_sequence(num_steps: int, is_saved: bool, is_told: boo
     found = list(recurrence.propose_windows(b.context()))
     assert bool(found) == is_told
     for one in found:
-        assert "after every 64 of the 512 steps at model.py:9" in one.change
+        assert "parts of 64 of the 512 steps at model.py:9" in one.change
         assert sizes(one, output, saved, other) == [64 * 4 * 64 * 4, MIB, 4 * 64 * 4 // 8]
 
 

@@ -38,11 +38,11 @@ def evaluated(
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
-        (PRODUCT, "2048 rows:"),
+        (PRODUCT, "2,048 rows:"),
         (PRODUCT | {"shape": (2048, 64)}, None),  # of a layer
         (PRODUCT | {"shape": (64, 4096)}, None),
         (PRODUCT | {"phase": PhaseKind.FORWARD}, None),
-        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2048 rows:"),
+        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2,048 rows:"),
         (PRODUCT | {"path": "head"}, None),
         (IMAGE, "200 rows along dimension 1"),
         (IMAGE | {"shape": (2, 200, 512, 512)}, "2 rows:"),
@@ -50,8 +50,8 @@ def evaluated(
         (IMAGE | {"phase": PhaseKind.FORWARD}, None),
         (IMAGE | {"phase": PhaseKind.FORWARD, "trains": False}, "200 rows along dimension 1"),
         (IMAGE | {"path": "decoder"}, None),
-        (COVARIANCE, "4096 rows along dimension 1"),
-        (COVARIANCE | {"phase": PhaseKind.FORWARD}, "4096 rows along dimension 1, each under"),
+        (COVARIANCE, "4,096 rows along dimension 1"),
+        (COVARIANCE | {"phase": PhaseKind.FORWARD}, "4,096 rows along dimension 1, each under"),
         (COVARIANCE | {"shape": (3, 4096, 4095)}, None),
         (COVARIANCE | {"shape": (300, 64, 64)}, None),
         (COVARIANCE | {"path": "attention"}, None),

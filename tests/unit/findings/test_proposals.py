@@ -170,8 +170,8 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "calls of a cell": (
         programs.recurrence,
         1,
-        ["shorter sequences (samples", "micro-batch=1024", "amp-bfloat16"],
-        {"shorter sequences (samples": partial(programs.recurrence, 8)},
+        ["shorter sequences: parts", "micro-batch=1024", "amp-bfloat16"],
+        {"shorter sequences: parts": partial(programs.recurrence, 8)},
     ),
 }
 

@@ -37,7 +37,7 @@ def propose(
 @pytest.mark.parametrize(("num_calls", "size", "mib"), [(64, 8, 8), (65, 9, 9), (72, 9, 9), (73, 10, 10)])
 def test_what_an_eighth_of_the_calls_keeps_is_freed_when_the_next_begins(num_calls: int, size: int, mib: int) -> None:
     (proposal,) = propose(num_calls)
-    assert f"after every {size} of the {num_calls} calls of `cell` at cell.py:5" in proposal.change
+    assert f"parts of {size} of the {num_calls} calls of `cell` at cell.py:5" in proposal.change
     assert compute_allocated_peak(proposal.trace) == mib * MIB
     assert proposal.source == "cell.py:5 forward"
 

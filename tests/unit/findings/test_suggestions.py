@@ -243,7 +243,7 @@ def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: No
     b.trace.ended_out_of_memory = True
     (found,) = suggest(b.context(150 * MIB))
     assert (found.required_bytes, found.num_bytes) == (186 * MIB, 14 * MIB)
-    assert found.text == "number 1: fits up to there, with allocator retries"
+    assert found.text == "number 1: this allocation fits, with allocator retries"
 
 
 @pytest.mark.parametrize(("second_mib", "is_told"), [(18, True), (20, False), (22, False)])

@@ -402,10 +402,15 @@ def copies(
     phase: PhaseKind = PhaseKind.OTHER,
     module: ModuleRole | None = None,
     freed: bool = False,
+    earlier: int = 0,
     **how: object,
 ) -> bool:
-    """Whether tensors of `shapes`, made after a step of a model with `weights` and `buffers`, are copies of weights."""
+    """Whether tensors of `shapes`, made after a step of a model with `weights` and `buffers`, are copies of weights.
+
+    `earlier` models alike were freed before."""
     b = TraceBuilder()
+    for _ in range(earlier):
+        b.free(*[b.parameter(f"{number}.weight", *shape) for number, shape in enumerate(weights)])
     for number, shape in enumerate(weights):
         b.parameter(f"{number}.weight", *shape)
     for number, shape in enumerate(buffers):
@@ -436,6 +441,7 @@ def test_copies_of_weights() -> None:
     six = [(2, 3)] * 6
     assert copies(*six[:3], weights=six) and not copies(*six[:2], weights=six)  # half as many as parameters
     assert copies((2, 3), (2, 3), weights=[(2, 3)]) and not copies((2, 3), weights=[(2, 3)])  # two at least
+    assert copies(*six[:3], weights=six, earlier=1)  # which has no copy now
     # Buffers are copied with them, flat or not, and so are counters.
     assert copies(*WEIGHTS[:2], (5, 5), (25,), (), buffers=((5, 5),))
     assert not copies(*WEIGHTS[:2], (26,), buffers=((5, 5),))

@@ -34,7 +34,7 @@ def test_pairs_are_larger_than_what_they_are_made_of(
     b.new(*shapes[0], op="aten.randn")
     b.new(*shapes[1], op=op, line="loss.py:3 loss")
     found = listed(pairs.propose(b.context()))
-    assert bool(found) == is_told and all("4096 rows" in one.change and "loss.py:3" in one.change for one in found)
+    assert bool(found) == is_told and all("4,096 rows" in one.change and "loss.py:3" in one.change for one in found)
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -78,7 +78,7 @@ def test_chunks_of_pairs_have_a_gibibyte() -> None:
     b.new(32768, op="aten.sum")
     sizes = [storage.num_bytes for storage in only(pairs.propose(b.context())).trace.storages]
     assert sizes == [MIB, GIB, GIB, 4 * 32768]
-    assert figures(only(pairs.propose(b.context())).change) == ["8192", "32768", "[32768 x 32768]", "model.py:1"]
+    assert figures(only(pairs.propose(b.context())).change) == ["8,192", "32,768", "[32768 x 32768]", "model.py:1"]
 
 
 def vmapped(*, ended: bool) -> Context:

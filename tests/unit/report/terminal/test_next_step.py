@@ -41,7 +41,7 @@ FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
 CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
 LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 f", "x")), *HELPS)
-PATCH = "this change as a diff, and what the run needs with it"
+PATCH = "this change as a diff"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 

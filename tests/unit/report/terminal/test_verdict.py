@@ -135,24 +135,33 @@ def test_up_to_a_thousand_steps_are_run_to_their_end(document: Report, planned: 
             "layer 3",
             "lib/model.py:9 forward",
             ("train.py:4 evaluate",),
-            "at train.py:4 in evaluate(), in layer 3 of step 2",
+            "at train.py:4 in evaluate(), in layer 3 of step 3",
         ),
-        ("own code", "train.py:4 <module>", (), "at train.py:4, in step 2"),
+        ("own code", "train.py:4 <module>", (), "at train.py:4, in step 3"),
+        (
+            "evaluation loss",
+            "/lib/trainer.py:9 nested_concat",
+            ("train.py:4 <module>",),
+            "at train.py:4, in nested_concat (lib/trainer.py:9)",
+        ),
         ("evaluation own code", "/lib/x.py:9 f", ("train.py:4 <module>",), "at train.py:4, in the evaluation"),
-        ("layer 3", "/lib/x.py:9 f", (), "in layer 3 of step 2"),
+        ("layer 3", "/lib/x.py:9 f", (), "in layer 3 of step 3"),
     ],
 )
 def test_where_memory_runs_out(document: Report, stage: str, source: str, callers: tuple[str, ...], place: str) -> None:
     verdict = dataclasses.replace(
-        document.verdict, fits=False, oom_stage=stage, oom_step=2, oom_source=source, oom_callers=callers
+        document.verdict, fits=False, oom_stage=stage, oom_step=3, oom_source=source, oom_callers=callers
     )
     for ended, size in (("refused", "at least 30.00 GiB"), ("exit", "30.00 GiB")):
-        program = ProgramFacts(("a.py",), ended, None, 2, ())
+        program = ProgramFacts(("a.py",), ended, None, 3, ())
         device = dataclasses.replace(document.device, total_bytes=24 * GIB)
         needs = dataclasses.replace(verdict, required_bytes=30 * GIB)
         one = dataclasses.replace(document, verdict=needs, program=program, device=device)
         text = " ".join(to_text(render_verdict(one, is_short=True)).split())
         assert text == f"Does not fit: out of memory {place}. It needs {size}; the GPU has 24.00 GiB."
+        first = dataclasses.replace(one, verdict=dataclasses.replace(needs, oom_step=2))
+        text = " ".join(to_text(render_verdict(first, is_short=True)).split())
+        assert text.startswith(f"Does not fit: out of memory {place}. ") == ("step" not in place)
     needs = dataclasses.replace(verdict, required_bytes=24 * GIB + 1)
     one = dataclasses.replace(document, verdict=needs, device=device, program=program)
     text = " ".join(to_text(render_verdict(one, is_short=True)).split())
