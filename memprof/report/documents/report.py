@@ -14,6 +14,7 @@ from memprof.findings import Evidence, Finding, Suggestion
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches
 from memprof.ledger.bridge import Bridge, compute_libraries_bytes
+from memprof.ledger.categories import Category
 from memprof.ledger.caught_errors import CaughtError, list_caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.over_time import OverTime
@@ -259,6 +260,8 @@ def _sum_by_culprit(ledger: Ledger, findings: list[Finding]) -> dict[str, dict[s
         told |= kept
         for tensor in ledger.live:
             if count := len(kept.intersection(tensor.storages)):
+                if tensor.category is Category.KEPT:  # also what was just made, and is kept like the others
+                    count = tensor.count
                 row = sums.setdefault(culprit.name, {})
                 num_bytes = tensor.allocated_bytes // tensor.count * count
                 row[tensor.category.value] = row.get(tensor.category.value, 0) + num_bytes
