@@ -161,6 +161,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "idle_optimizers": 0,
         "misses_model": False,
         "evaluation_step": None,
+        "misses_calls": False,
     }
 
 
