@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from memprof.allocator import MemoryNeeds
 from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
 from memprof.findings.effect import (
     compute_needs_with_frees,
@@ -43,8 +44,8 @@ from memprof.units import format_bytes
 WARNING_BYTES = 1 << 20  # per step: less is only a note
 
 _EMPTY_FIX = (
-    "empty it after each {} (.clear()), and leave out retain_graph=True: each backward goes through the graphs of all "
-    "before it again"
+    "empty it after each {} (.clear()), and leave out retain_graph=True (each backward goes through the graphs of all "
+    "before it again)"
 )
 
 MIN_LIMITED_SHARE = 0.25  # of the peak, of what a container with a maximum length has where memory runs out
@@ -118,8 +119,8 @@ def _make_finding(
     evidence += leak_evidence(trace, leaks, "step")
     needs = None
     if trace.last_uses and not context.ledger.run.fits:
-        needs = compute_needs_without(context, [index for leak in leaks for index in leak.storages])
-        evidence.append(effect_evidence(context, needs))
+        needs, change = _compute_needs(context, leaks, _list_step_ends(context), STEP)
+        evidence.append(effect_evidence(context, needs, change))
     if holder is not None and holder.nodes:
         evidence.append(_make_graph_evidence(context, holder, leaks))
     if growth is not None and growth.runs_out_step is not None and per_step:
@@ -203,7 +204,7 @@ def _make_carried_fix(context: Context, carried: list[Holder], leaks: list[LeakG
         names = " and ".join(f"`{_split_part(holder.name)[0]}`" for holder in carried)
         fix = f"call .detach() on {names} {when}"
     if _are_differentiated_again(context, leaks, _list_step_ends(context)):
-        return f"{fix}, and leave out retain_graph=True: the backward goes through the graphs of all steps before it"
+        return f"{fix}, and leave out retain_graph=True (the backward goes through the graphs of all steps before it)"
     return fix
 
 
@@ -249,12 +250,13 @@ def _make_finding_until_peak(
     together: they are told only where a run does not fit, and would with a backward after each call."""
     storages = [index for leak in leaks for index in leak.storages]
     num_bytes, per_round = context.lifetimes.sum_bytes(storages), sum(leak.bytes_each for leak in leaks)
-    needs = None
+    needs, change, ends = None, "", [end + 1 for end in growth.ends]
     if context.ledger.trace.last_uses and not context.ledger.run.fits:
         if growth.unit == CALL:
-            needs = compute_needs_with_frees(context, _find_ends_of_calls(context, growth, storages))
+            needs = compute_needs_with_frees(context, _find_ends_of_rounds(context, storages, ends))
+            change = "with a backward() after each call"
         else:
-            needs = compute_needs_without(context, storages)
+            needs, change = _compute_needs(context, leaks, ends, growth.unit)
     if per_round < MIN_STEP_BYTES or (growth.unit == CALL and not is_decisive(context, needs)):
         return None
     evaluated = find_covered_storages_of_evaluation(context).intersection(storages)
@@ -267,13 +269,13 @@ def _make_finding_until_peak(
         evidence.append(holder_evidence(None))
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
+    if needs is not None:
+        evidence.append(effect_evidence(context, needs, change))
     if growth.unit == CALL:
-        if needs is not None:
-            evidence.append(effect_evidence(context, needs, "with a backward() after each call"))
         evidence.append(_make_backward_evidence(context, holder, storages))
         if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
             evidence.append(Evidence("fix: if no backward() follows these calls: torch.no_grad() around them"))
-    elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, [end + 1 for end in growth.ends]):
+    elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
         # The line of the change is that of `holder`, if it fills it.
@@ -312,10 +314,21 @@ def _make_finding_until_peak(
     )
 
 
-def _find_ends_of_calls(context: Context, growth: GrowthUntilPeak, storages: list[int]) -> dict[int, int]:
-    """Return storage -> the event after the call that made it, of the `storages` whose calls have ended."""
-    births, ends = context.lifetimes.births, growth.ends
-    return {index: ends[bisect.bisect_left(ends, births[index])] + 1 for index in storages if births[index] <= ends[-1]}
+def _find_ends_of_rounds(context: Context, storages: Iterable[int], ends: list[int]) -> dict[int, int]:
+    """Return storage -> the event after the round that made it, of the `storages` whose rounds have ended; `ends` are
+    the events after each round."""
+    births = context.lifetimes.births
+    return {index: ends[bisect.bisect_right(ends, births[index])] for index in storages if births[index] < ends[-1]}
+
+
+def _compute_needs(context: Context, leaks: list[LeakGroup], ends: list[int], unit: str) -> tuple[MemoryNeeds, str]:
+    """Return what the run needs without `leaks`, and the change in words: each is freed after its last use, or after
+    the round that made it if only the graph that is to be cut there is what uses it later."""
+    storages = [index for leak in leaks for index in leak.storages]
+    if _are_differentiated_again(context, leaks, ends):
+        needs = compute_needs_with_frees(context, _find_ends_of_rounds(context, storages, ends))
+        return needs, f"freed after the {unit} that makes it"
+    return compute_needs_without(context, storages), "freed after its last use"
 
 
 def _make_backward_evidence(context: Context, holder: Holder | None, storages: list[int]) -> Evidence:
