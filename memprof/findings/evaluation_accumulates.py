@@ -221,4 +221,6 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
     needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
     made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None
     fix = f"keep of each batch only {needed},{on_host}".removesuffix(",")
+    if on_host and made_at is not None and holder is not None and not holder.fills:  # as what a metric is given
+        fix = "move this to host memory (.cpu()): it is kept of each batch"
     return growth.holder_fix_evidence(holder, fix, made_at)

@@ -120,14 +120,16 @@ def _find_last_free(context: Context, storages: list[int]) -> int:
 
 
 def _list_saved_storages(context: Context, loop: list[Forward]) -> list[int]:
-    """Return the storages that the calls of `loop` saved, without outputs."""
-    deaths = context.lifetimes.deaths
-    return [
-        index
-        for forward in loop
-        for index in new_storages(context, forward.begin, forward.end)
-        if deaths[index] >= forward.end and index not in forward.outputs
-    ]
+    """Return the storages that the calls of `loop` saved, without outputs; and the KV caches that later calls have
+    used: each has made new ones of them, and the program has these."""
+    deaths, last_uses = context.lifetimes.deaths, context.ledger.trace.last_uses
+    saved = []
+    for forward in loop:
+        made = new_storages(context, forward.begin, forward.end)
+        saved += [index for index in made if deaths[index] >= forward.end and index not in forward.outputs]
+        caches = new_storages(context, forward.begin, forward.end, caches=True)
+        saved += [index for index in caches if last_uses and last_uses[index] >= forward.end]
+    return saved
 
 
 def _may_be_of_a_loss(context: Context, loop: list[Forward], last_free: int, trained: set[int]) -> bool:

@@ -59,7 +59,8 @@ class Phases:
         # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.num_forwards = 0  # calls of models so far, from outside all others
-        self.has_evaluated = False  # whether a model was called in eval mode
+        # Whether a model was called in eval mode, or behind a training step without gradients.
+        self.has_evaluated = False
         self.num_backwards = 0  # backward passes that have begun so far
         self._micro_batch = 1
         self._has_run_backward = False
@@ -124,9 +125,10 @@ class Phases:
             self.end_model_building()
             return
         self.num_forwards += 1
-        self.has_evaluated = self.has_evaluated or not module.training
-        self.before_forward(module)
         trains = torch.is_grad_enabled()
+        is_behind_step = not trains and self._has_step_ended and _has_trainable_parameters(module)
+        self.has_evaluated = self.has_evaluated or not module.training or is_behind_step
+        self.before_forward(module)
         self.trains = self.trains or (trains and _has_trainable_parameters(module))
         if trains and self._has_run_backward and not self.optimizers and not self._has_step_ended:
             self._end_step(None)

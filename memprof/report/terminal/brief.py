@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
+from memprof.allocator.rounding import LARGE_SEGMENT, SMALL_BUFFER
 from memprof.findings import Finding, Severity, Suggestion
 from memprof.fixes.catalog import EXPANDABLE_SEGMENTS, FIXES
 from memprof.ledger.ledger import LiveTensor
@@ -112,7 +113,10 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     code_there = read_code(verdict.oom_source, code_folder) if code_folder and is_own else None
     is_named = code_there is None or operator.strip(".()") in code_there or tensor == A_BUFFER
     by = f" by {operator}" * bool(operator and is_named)
-    text = f"failed allocation: {format_bytes(verdict.tried_to_allocate_bytes or 0)}, {tensor}{by}, at {lines}"
+    tried_bytes = verdict.tried_to_allocate_bytes or 0
+    is_segment = tried_bytes in (SMALL_BUFFER, LARGE_SEGMENT)  # for a tensor that may be smaller
+    size = f"a segment of {format_bytes(tried_bytes)} for " if is_segment else f"{format_bytes(tried_bytes)}, "
+    text = f"failed allocation: {size}{tensor}{by}, at {lines}"
     changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
     if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"

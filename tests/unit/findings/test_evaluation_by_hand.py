@@ -338,6 +338,22 @@ def test_a_cache_that_keeps_the_graphs_of_all_calls() -> None:
     assert (line.num_bytes, line.shape) == (30 * MIB, (10 * MIB,))
 
 
+@pytest.mark.parametrize(("joins", "kept_mib"), [(True, 140), (False, 100)])
+def test_caches_of_earlier_calls_count_if_later_ones_have_made_new_ones_of_them(joins: bool, kept_mib: int) -> None:
+    """Five calls keep 20 MiB each, and their caches 10: the first four are of no use without gradients."""
+    b = EvaluationBuilder(PhaseKind.DECODE)
+    b.trace.last_uses = []
+    for _ in range(5):
+        cache, _ = b.call(10 * MIB, 20 * MIB, nodes=5)
+        b.trace.owners[cache] = Owner(Role.KV_CACHE, "")
+    ends = [forward.end for forward in b.trace.forwards]
+    b.trace.last_uses = [NONE] * len(b.trace.storages)
+    for number, cache in enumerate(b.trace.owners):
+        b.trace.last_uses[cache] = ends[number + 1] - 1 if joins and number < 4 else ends[number] - 1
+    finding = only(evaluation_with_gradients.find(b.context()))
+    assert finding.num_bytes == kept_mib * MIB
+
+
 @pytest.mark.parametrize("line", ["eval.py:5 main", "loss.py:9 target"])
 def test_of_calls_that_a_loss_makes_those_for_a_target_are_told_by_their_line(line: str) -> None:
     """A model in eval mode is called for what is differentiated, and for a target, whose graph is dropped."""
@@ -527,3 +543,11 @@ def test_what_parts_of_a_model_are_called_beside_is_told_once() -> None:
         b.alloc(4 * MIB, line="model.py:9 step")
     b.trace.holders.append(OUTPUTS._replace(storages=(2, 5)))
     only(evaluation_accumulates.find(b.context()))
+
+
+@pytest.mark.parametrize(("fills", "words"), [(True, "keep of each batch only"), (False, "move this to host memory")])
+def test_what_another_object_keeps_is_moved_before_it_is_given(fills: bool, words: str) -> None:
+    b = accumulated()
+    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), fills=fills))
+    fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
+    assert words in fix.text

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import memprof
+from memprof.device.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
 from memprof.script import EndReason, Program, StopRule
 from memprof.trace.events import PhaseKind, Role
+from memprof.virtual import VirtualGpu
 
 WITHOUT_OPTIMIZER = """
 import torch
@@ -181,3 +183,25 @@ def test_what_is_moved_later_is_a_parameter_also_if_it_is_never_called() -> None
         torch.nn.Sequential(torch.nn.Linear(8, 512)).cuda()
         found = {gpu.trace.storages[index].shape: owner.role for index, owner in gpu.trace.owners.items()}
     assert found[512, 8] is Role.PARAMETER
+
+
+@pytest.mark.parametrize(("behind_step", "evaluated"), [(True, True), (False, False)])
+def test_a_call_without_gradients_behind_a_step_is_an_evaluation_in_training_mode_too(
+    behind_step: bool, evaluated: bool
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        model.cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        x = torch.ones(2, 8, device="cuda")
+        for _ in range(2):
+            loss = model(x).sum()
+            if not behind_step:
+                with torch.no_grad():
+                    model(x)  # a target, within the step
+            loss.backward()
+            optimizer.step()
+        if behind_step:
+            with torch.no_grad():
+                model(x)
+    assert gpu.phases.has_evaluated == evaluated

@@ -39,6 +39,17 @@ def test_torch_advises_expandable_segments(frees: bool, config: str | None, is_t
     document = analyze(b.trace)
     assert "torch's advice" not in to_text(render(document))  # a change is known that helps
     screen = " ".join(to_text(render(dataclasses.replace(document, findings=()))).split())
-    assert "- failed allocation: " in screen
+    assert "- failed allocation: 16.00 MiB, [3932160] float32" in screen
     advice = "; torch's advice, expandable_segments:True, lets this one succeed, and maybe not a later one"
     assert (advice in screen) is is_told and ("torch's advice" in screen) is is_told
+
+
+def test_a_segment_is_told_from_the_tensor_that_it_is_for() -> None:
+    b = TraceBuilder()
+    facts = DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), ProgramFacts(("a.py",), "refused", None, 1, ())
+    b.trace.facts, b.trace.ended_out_of_memory = Facts(device=facts[0], program=facts[1]), True
+    b.phase(PhaseKind.BACKWARD)
+    b.new(10 * MIB)
+    b.new(MIB // 2)  # elements: 2 MiB
+    screen = " ".join(to_text(render(analyze(b.trace))).split())
+    assert "- failed allocation: a segment of 20.00 MiB for [524288] float32" in screen
