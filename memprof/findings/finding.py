@@ -44,7 +44,7 @@ class Evidence:
 
 
 class Culprit(NamedTuple):
-    """What keeps the tensors that a finding is about."""
+    """Name of the object that keeps the tensors which a finding is about, and these."""
 
     name: str  # such as "list `losses`"
     storages: frozenset[int]

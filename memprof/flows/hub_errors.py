@@ -30,8 +30,8 @@ def suggest_folder(error: BaseException | None) -> str:
             engine = _ENGINE_FOLDER if any(name in sys.modules for name in _ENGINES) else ""
             return _FOLDER + engine + ("" if os.environ.get("HF_HUB_OFFLINE") else _RETRIES)
         hub = sys.modules.get("torch.hub")
-        if isinstance(error, URLError) and hub is not None:
-            return _suggest_file(error, hub)
+        if isinstance(error, URLError) and hub is not None and (hint := _suggest_file(error, hub)):
+            return hint
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return ""

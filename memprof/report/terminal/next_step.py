@@ -174,9 +174,10 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.fits_in_memory is False:
         return _FIXES_HELP
+    evaluation = program.misses_evaluation, "whether its evaluation fits too"
     unseen = (
         (program.misses_calls, "whether all of these calls fit"),
-        (program.misses_evaluation, "whether its evaluation fits too"),
+        evaluation,
         (program.misses_unfreezing, "whether it fits with these parameters"),
         (program.misses_model, "whether the next model fits too"),
         (program.idle_optimizers, "whether the steps of the other optimizer fit too"),
@@ -186,7 +187,7 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return purpose, run(until_exit=True, steps=None, timeout=None)
     # A run of all steps of a long training would not end.
     if is_single and program.misses_evaluation and (program.evaluation_step or MAX_STEPS) < MAX_STEPS:
-        return unseen[1][1], run(steps=(program.evaluation_step or 0) + 1, timeout=None)
+        return evaluation[1], run(steps=(program.evaluation_step or 0) + 1, timeout=None)
     if is_single and has_unseen_batches(document):
         if program.planned_steps is not None and program.planned_steps <= MAX_STEPS:
             return "whether all of its steps fit", run(until_exit=True, steps=None, timeout=None)

@@ -143,7 +143,7 @@ def _propagate_uniform(store: ValueStore, func: Any, args: Any, kwargs: Any, out
     if packet is _aten._to_copy or packet in unknown_values.UNIFORM_PRESERVING:
         store.set_uniform(outputs[0], value != 0 if packet is _aten.any or packet is _aten.all else value)
         return True
-    if torch.Tag.pointwise not in func.tags:
+    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:  # such as rrelu
         return False
     uniform_args = [store.get_uniform_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
     if any(uniform is None and arg is not None for uniform, arg in zip(uniform_args, args, strict=True)):

@@ -54,3 +54,8 @@ def test_weights_that_torch_hub_cannot_download_are_left_out(monkeypatch, tmp_pa
     with pytest.raises(URLError) as raised:
         refuse()
     assert suggest_folder(raised.value) == ""
+    database = URLError("of a database")  # which the program raised from that of a download
+    with pytest.raises(URLError) as raised:
+        torch.hub.download_url_to_file("https://github.com/Arial.ttf", "Arial.ttf")
+    database.__cause__ = raised.value
+    assert suggest_folder(database).endswith("Arial.ttf")

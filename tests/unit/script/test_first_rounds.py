@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from memprof.script.first_rounds import NUM_STEPS_OF_ROUND, FirstRounds
+from memprof.script.first_rounds import FirstRounds
 
 
 def count_to_come(text: str, stop: int) -> int | None:
@@ -44,9 +44,9 @@ def count_to_come(text: str, stop: int) -> int | None:
     ("text", "stop", "to_come"),
     [
         ("for batch in loader:\n    step()", 3, 38),  # what follows the training
-        ("for epoch in range(3):\n  for batch in loader:\n    step()", 5, 35 + NUM_STEPS_OF_ROUND),  # the second epoch
+        ("for epoch in range(3):\n  for batch in loader:\n    step()", 5, 41),  # the second epoch
         ("for epoch in range(3):\n  for batch in loader:\n    step()", 46, 75),  # then the end
-        ("for epoch in range(3):\n  for i, batch in enumerate(loader):\n    step()", 40 + NUM_STEPS_OF_ROUND - 1, 1),
+        ("for epoch in range(3):\n  for i, batch in enumerate(loader):\n    step()", 45, 1),
         ("for epoch in range(3):\n  for batch in unknown():\n    step()", 5, 1),  # at any time
         ("while True:\n  step()", 70, 1),
         ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    generate()", 8, 83),

@@ -4,13 +4,14 @@ import os
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.script import run_script
 from memprof.run_spec import RunSpec
-from memprof.script import EndReason, Program, StopRule, read_program, stop
+from memprof.script import EndReason, Program, StopRule, capture, read_program, stop
 from memprof.script.program import print_error
 from memprof.script.stop import (
     MAX_CHEAP_EVENTS,
@@ -200,9 +201,9 @@ def test_what_a_script_holds_outlives_it(script):
     assert thing() is None
 
 
-def goes_on(rule: StopRule, progress: RunProgress) -> bool:
+def goes_on(rule: StopRule, progress: RunProgress, check=StopRule.check_step) -> bool:
     try:
-        rule.check_step(progress)
+        check(rule, progress)
     except StopRun as stop:
         return stop.reason is not EndReason.STEPS
     return True
@@ -371,11 +372,7 @@ def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
 
 def test_calls_of_a_model_behind_the_steps_have_an_end():
     def goes_on_calling(rule, *progress):
-        try:
-            rule.check_call(RunProgress(2, *progress))
-        except StopRun as stop:
-            return stop.reason is not EndReason.STEPS
-        return True
+        return goes_on(rule, RunProgress(2, *progress), StopRule.check_call)
 
     grown = [0, MIN_GROWTH_BYTES]
     assert goes_on_calling(RULE, [5, 5], MAX_SLOW_EVENTS - 1, MAX_CHEAP_SECONDS - 1)
@@ -430,3 +427,16 @@ def test_packages_around_a_module_are_imported_by_its_run(tmp_path, monkeypatch,
     outcome = program.run(StopRule())
     assert outcome.ended is EndReason.ERROR and isinstance(outcome.error, ModuleNotFoundError)
     assert capsys.readouterr().out == "['-m', 'a']\n"
+
+
+def test_seconds_are_those_of_a_processor_or_a_quarter_of_the_clocks(monkeypatch):
+    def set_time(clock_seconds, cpu_seconds):
+        fake = SimpleNamespace(monotonic=lambda: clock_seconds, process_time=lambda: cpu_seconds)
+        monkeypatch.setattr(capture, "time", fake)
+
+    set_time(0.0, 0.0)
+    clock = capture._Clock()
+    set_time(40.0, 12.0)
+    assert clock.count_seconds() == 12
+    set_time(40.0, 9.0)
+    assert clock.count_seconds() == 10

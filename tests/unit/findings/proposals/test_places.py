@@ -93,7 +93,7 @@ def test_copies_of_parameters_may_be_in_host_memory(phase: PhaseKind, shape: tup
     [
         (4096, PhaseKind.OPTIMIZER_STEP, False, True),  # two of 4 MiB are a tenth of 80
         (4608, PhaseKind.OPTIMIZER_STEP, False, True),
-        (3584, PhaseKind.OPTIMIZER_STEP, False, False),
+        (4092, PhaseKind.OPTIMIZER_STEP, False, False),
         (4096, PhaseKind.BACKWARD, False, True),
         (4096, PhaseKind.FORWARD, False, False),  # it may be called yet, as a teacher
         (4096, PhaseKind.OPTIMIZER_STEP, True, False),

@@ -285,3 +285,13 @@ def test_what_is_cached_is_told_where_tensors_leave_room(
         reserved_bytes=reserved_mib * MIB,
     )
     assert _describe_waste(dataclasses.replace(document, verdict=verdict), 100 * MIB) == said
+
+
+@pytest.mark.parametrize(("step", "told"), [(1, ""), (2, ""), (3, ", in step 3")])
+def test_the_first_two_steps_have_no_number_where_memory_runs_out(document: Report, step: int, told: str) -> None:
+    out = {"oom_stage": "own code", "oom_step": step, "oom_source": "train.py:4 <module>", "oom_callers": ()}
+    verdict = dataclasses.replace(document.verdict, fits=False, **out)
+    program = ProgramFacts(("a.py",), "refused", None, step, ())
+    report = dataclasses.replace(document, verdict=verdict, program=program)
+    text = " ".join(to_text(render_verdict(report, is_short=True)).split())
+    assert text.startswith(f"Does not fit: out of memory at train.py:4{told}. It needs")
