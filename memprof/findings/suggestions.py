@@ -279,10 +279,10 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
             text += f" ({format_bytes(total_bytes - required - context_bytes)} less than the GPU has)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit yet"
+        text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit"
         fits = False
     elif not run.fits and not fits:
-        text += ", and does not fit yet"
+        text += "; still does not fit"
     elif not run.fits and not trace.ended_out_of_memory and not releases_cache:
         text += ", and fits"
     device = trace.facts.device

@@ -29,7 +29,7 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
-        yield Proposal(changed, f"batches of {rows:,} samples, one after another, instead of {size:,}{beams}")
+        yield Proposal(changed, f"use batches of {rows:,} samples, one after another, instead of {size:,}{beams}")
 
 
 @proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
@@ -52,7 +52,9 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) -> Proposal:
     """Return the proposal of batches of `rows`, whose gradients are accumulated; `changed` is the trace with them."""
-    change = f"batches of {rows} instead of {batch_size}, and gradients accumulated over {batch_size // rows} of them"
+    change = (
+        f"use batches of {rows} instead of {batch_size}, and accumulate gradients over {batch_size // rows} of them"
+    )
     if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
         return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)")
     return Proposal(changed, change, value=rows)

@@ -70,7 +70,7 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
     assert batches_stay == (not smaller(context))
-    assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
+    assert all("loss.py:4" in one.change and one.change.startswith("use a lookup (F.embedding)") for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
@@ -92,7 +92,7 @@ def test_batch_normalization_is_told() -> None:
 
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(smaller(batch((64, 256), trains=False)))
-    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert proposal.value is None and proposal.change.startswith("use batches of 32 samples, one after another")
 
 
 def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
@@ -105,7 +105,7 @@ def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_b
     b.new(64, 100, owner=(Role.INPUT, ""))
     b.new(64, 512)
     proposal = only(smaller(b.context()))
-    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert proposal.value is None and proposal.change.startswith("use batches of 32 samples, one after another")
     assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
     assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
 
@@ -168,7 +168,7 @@ def test_rows_of_an_identity_are_a_one_hot(eye: tuple[int, int] | None, is_told:
         b.new(*eye, op="aten.eye")
     b.new(6400, 8, dtype="int64", op="aten._to_copy")
     b.new(6400, 8, 2622, op="aten.index", line="data.py:4 encode")
-    told = [one for one in pairs.propose(b.context()) if one.change.startswith("a lookup (F.embedding)")]
+    told = [one for one in pairs.propose(b.context()) if one.change.startswith("use a lookup (F.embedding)")]
     assert bool(told) == is_told and all(one.source == "data.py:4 encode" for one in told)
 
 

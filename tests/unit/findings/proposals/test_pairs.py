@@ -103,7 +103,7 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     """Of a call that has ended without memory, what has the shape of a gradient is the result."""
     context = vmapped(ended=ended)
     proposal = only(vmap.propose(context))
-    assert proposal.change == f"chunk_size={rows} in torch.func.vmap at train.py:7, which takes 100 rows at once"
+    assert proposal.change == f"pass chunk_size={rows} to torch.func.vmap at train.py:7, which takes 100 rows at once"
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
     assert [event.kind for event in proposal.trace.events if event.ref == 3] == [EventKind.ALLOC, EventKind.FREE]
@@ -140,7 +140,7 @@ def test_pairs_of_the_points_of_each_sample(points: int, is_told: bool) -> None:
     b.new(16, points, points, 6, op="aten.sub", line="net.py:4 forward")
     b.new(16 * points * points, 512, op="aten.addmm", line="net.py:5 forward")  # two chunks
     proposal = only(pairs.propose(b.context()))
-    assert proposal.change.startswith("pairs of each point with its nearest alone, not with all 256; or") == is_told
+    assert proposal.change.startswith("compare each point with its nearest ones only, not with all 256; or") == is_told
     assert ("128 of the 256 rows along dimension 1" if is_told else "8 of the 16 rows") in proposal.change
     assert proposal.trace.storages[2].num_bytes == 16 * points * points * 512 * 4 // 2
 
@@ -154,7 +154,7 @@ def test_pairs_with_all_rows_of_an_embedding_table(rows: int, is_told: bool, tra
     b.new(512, rows, 64, op="aten.sub", line="net.py:4 score")
     b.trace.trains = trains
     b.phase(PhaseKind.BACKWARD if trains else PhaseKind.OTHER)
-    told = "pairs with the rows of `items.weight` that the loss takes (sampled negatives), not with all"
+    told = "compare with the rows of `items.weight` that the loss takes (sampled negatives), not with all"
     assert (told in only(pairs.propose(b.context())).change) == (is_told and trains)
 
 
