@@ -223,7 +223,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"graphs of {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"graph{'s' * (len(calls) > 1)} of {plural(len(calls), 'call')}", frozenset(kept.saved)),
     )
 
 

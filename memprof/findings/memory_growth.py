@@ -157,14 +157,16 @@ def _make_finding(
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
-        culprit=_name_culprit(holder, leaks),
+        culprit=_name_culprit(holder, leaks, carried),
     )
 
 
-def _name_culprit(holder: Holder | None, leaks: list[LeakGroup]) -> Culprit | None:
-    """Return what keeps `leaks`, if it was seen."""
+def _name_culprit(holder: Holder | None, leaks: list[LeakGroup], carried: Sequence[Holder] = ()) -> Culprit | None:
+    """Return what keeps `leaks`, if it was seen: `holder`, or all of `carried`."""
     storages = frozenset(index for leak in leaks for index in leak.storages)
-    return None if holder is None or holder.is_cycle else Culprit(describe_holder(holder), storages)
+    if holder is None or holder.is_cycle:
+        return None
+    return Culprit(" and ".join(map(describe_holder, carried or [holder])), storages)
 
 
 def _are_mostly(context: Context, leaks: list[LeakGroup], storages: Collection[int]) -> bool:
