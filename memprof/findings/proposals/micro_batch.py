@@ -7,7 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
-from memprof.findings.evidence import find_call_between_steps, is_inference, is_peak_in_evaluation, param_names
+from memprof.findings.evidence import (
+    file_and_line,
+    find_call_between_steps,
+    is_inference,
+    is_peak_in_evaluation,
+    param_names,
+)
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
@@ -29,7 +35,9 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
-        yield Proposal(changed, f"use batches of {rows:,} samples, one after another, instead of {size:,}{beams}")
+        line, place = _find_loader_line(context.ledger.trace, size)
+        change = f"use batches of {rows:,} samples, one after another, instead of {size:,}{place}{beams}"
+        yield Proposal(changed, change, source=line)
 
 
 @proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
@@ -52,12 +60,22 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) -> Proposal:
     """Return the proposal of batches of `rows`, whose gradients are accumulated; `changed` is the trace with them."""
-    change = (
-        f"use batches of {rows} instead of {batch_size}, and accumulate gradients over {batch_size // rows} of them"
-    )
+    line, place = _find_loader_line(context.ledger.trace, batch_size)
+    accumulated = f"accumulate gradients over {batch_size // rows} of them"
+    change = f"use batches of {rows} instead of {batch_size}{place}, and {accumulated}"
     if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
-        return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)")
-    return Proposal(changed, change, value=rows)
+        return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)", source=line)
+    return Proposal(changed, change, value=rows, source=line)
+
+
+def _find_loader_line(trace: Trace, batch_size: int) -> tuple[str | None, str]:
+    """Return the line that makes the data loader with this batch size that was iterated over last, and it as text;
+    (None, "") if there is none."""
+    lines = [loader.source for loader in trace.loaders if loader.batch_size == batch_size]
+    if not lines:
+        return None, ""
+    line = trace.source_at(lines[-1])
+    return line, f" ({file_and_line(line)})"
 
 
 def _is_without_gradients(context: Context) -> bool:

@@ -8,7 +8,7 @@ from memprof.findings import Context
 from memprof.findings.proposals import batches, micro_batch, pairs
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import NONE, Event, EventKind, Forward, PhaseKind, Role
+from memprof.trace.events import NONE, BatchLoader, Event, EventKind, Forward, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.proposals.proposed import batch, only
 from tests.unit.traces import TraceBuilder
@@ -88,6 +88,19 @@ def test_batch_normalization_is_told() -> None:
     for size, is_told in ((256, True), (0, False)):
         context = batch((64, 256), (size,), op="aten.cudnn_batch_norm")
         assert (told in only(micro_batch.propose_accumulation(context)).change) == is_told
+
+
+@pytest.mark.parametrize(("sizes", "line"), [((64, 64, 16), 1), ((64, 16), 0), ((16,), None), ((), None)])
+def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> None:
+    """That of the last loader that yields such batches."""
+    for context in (batch((64, 256)), batch((64, 256), trains=False)):
+        trace = context.ledger.trace
+        first = len(trace.sources)
+        trace.sources += [f"train.py:{i} main" for i in range(len(sizes))]
+        trace.loaders += [BatchLoader(size, first + i) for i, size in enumerate(sizes)]
+        proposal = only(smaller(context))
+        assert proposal.source == (None if line is None else f"train.py:{line} main")
+        assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
 
 
 def test_an_inference_has_no_gradients_to_add_up() -> None:
