@@ -5,13 +5,12 @@ from __future__ import annotations
 from memprof.findings.evidence import file_and_line, find_own_line, format_shape, param_names, percent
 from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.findings.first_step import sum_missing
-from memprof.findings.optimizer_state import find_state
+from memprof.findings.optimizer_state import STATE_ROLES, find_state
 from memprof.findings.suggestions import list_fix_names, suggest
 from memprof.ledger.ledger import find_live_storages
-from memprof.trace.events import FirstStep, PhaseKind, Role, Trace
+from memprof.trace.events import FirstStep, PhaseKind, Trace
 from memprof.units import format_bytes, format_count
 
-_STATE = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 LARGE_SHARE = 0.5  # of the parameters' bytes: one that has as many is named
 
 
@@ -62,7 +61,7 @@ def _sum_at_last_step(context: Context) -> int:
     if not begins:
         return 0
     live = find_live_storages(trace, begins[-1], context.ledger.run.refused)
-    owned = (index for index in live if index in trace.owners and trace.owners[index].role in _STATE)
+    owned = (index for index in live if index in trace.owners and trace.owners[index].role in STATE_ROLES)
     return sum(trace.storages[index].num_bytes for index in owned)
 
 

@@ -209,9 +209,19 @@ def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool
 
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:
-    """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions."""
-    pairs = ((one, _evaluate_candidate(context, one)) for one in candidates)
-    return list(islice(((one, found) for one, found in pairs if found is not None), MAX_SUGGESTIONS))
+    """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions; of changes of
+    one line after which the run needs the same, the first."""
+
+    def evaluate() -> Iterator[tuple[_Candidate, Suggestion]]:
+        effects = set[tuple[str, int]]()
+        for one in candidates:
+            found = _evaluate_candidate(context, one)
+            effect = None if found is None or found.source is None else (found.source, found.required_bytes)
+            if found is not None and effect not in effects:
+                effects |= set() if effect is None else {effect}
+                yield one, found
+
+    return list(islice(evaluate(), MAX_SUGGESTIONS))
 
 
 def _evaluate_candidate(context: Context, candidate: _Candidate) -> Suggestion | None:

@@ -75,7 +75,7 @@ def find(context: Context) -> list[Finding]:
             "without these"
         )
     title = f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-    fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
+    fix, edit = f"call requires_grad_(False) on {_name_parameters(context, gradients)}", None
     if call is not None and source is not None and (copied is not None or _leads_to_none(context, call)):
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
     else:

@@ -76,7 +76,7 @@ def test_gib_for_cells():
     ("size", "text"),
     [
         (1_049.9, "1,050 GiB"), (1_044.9, "1,040 GiB"), (100, "100 GiB"), (99.4, "99 GiB"),
-        (10, "10 GiB"), (9.94, "9.9 GiB"), (0.05, "0.1 GiB"),
+        (10, "10 GiB"), (9.94, "9.9 GiB"), (0.06, "0.1 GiB"),
     ],
 )  # fmt: skip
 def test_an_estimate_has_two_digits_or_three(size, text):

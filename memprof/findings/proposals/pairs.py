@@ -70,6 +70,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         change = f"use a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
+    elif _is_outer_product(context, chunks.first):
+        change = f"use one matrix product (x.T @ y) if these products are summed over the rows, else {change}"
     elif is_of_each_sample(storage):
         change = f"compare each point with its nearest ones only, not with all {storage.shape[1]:,}; or {change}"
     elif may_be_trained and (table := _find_whole_table(trace, storage)) is not None:
@@ -127,6 +129,18 @@ def _find_axis(trace: Trace, storage: Storage) -> int:
     if storage.shape[0] == 1 and op in _ONE_HOT:
         return next((axis for axis, size in enumerate(storage.shape[:-1]) if size > 1), 0)
     return 0
+
+
+def _is_outer_product(context: Context, index: int) -> bool:
+    """Return whether the storage has, for each row, the products of all features of one tensor with all of another:
+    [rows, a, b], beside tensors [rows, a] and [rows, b]."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    shape = trace.storages[index].shape
+    if trace.op(trace.storages[index]) != "aten.mul" or len(shape) != 3:
+        return False
+    live = context.lifetimes.find_live(births[index], range(index)).storages
+    shapes = {trace.storages[other].shape for other in live}
+    return {shape[:2], shape[::2]} <= shapes
 
 
 def is_of_each_sample(storage: Storage) -> bool:

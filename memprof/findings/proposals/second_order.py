@@ -52,7 +52,7 @@ def find_graphs_in_vain(context: Context) -> GraphsInVain | None:
     line = file_and_line(source)
     change = (
         f"set create_graph=False at {line} ({plural(len(calls), 'gradient')} keep a graph), if no second derivatives "
-        "are needed (meta-learning: the first-order variant)"
+        "are needed"
     )
     return GraphsInVain(frees, change, source)
 

@@ -270,8 +270,10 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         is_end = document.program is not None and document.program.ended == "refused"  # where little soon ends again
         most = max((one.num_bytes for one in fitting or suggestions), default=0) if is_end else 0
-        worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most]
-        best = sorted(worth, key=lambda suggestion: _is_marginal(document, suggestion))
+        # What takes away the cause itself comes first, however little that is.
+        own = {s.text for cause in list_causes(document) if cause.is_decisive for s in cause.suggestions}
+        worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most or one.text in own]
+        best = sorted(worth, key=lambda one: (one.text not in own, _is_marginal(document, one)))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
