@@ -368,6 +368,9 @@ class MovedModel(NamedTuple):
     num_parameters: int
     num_bytes: int  # of its parameters and buffers, moved or not
     dtype: str  # of most of these bytes
+    largest: str = ""  # path of its largest parameter, with its shape and bytes
+    largest_shape: tuple[int, ...] = ()
+    largest_bytes: int = 0
 
 
 class VmapCall(NamedTuple):

@@ -200,6 +200,17 @@ def test_a_small_saving_is_no_suggestion_where_memory_ended_the_run(num_bytes: i
         assert ("- small\n" in to_text(render(replace(report, program=program)), 100)) is shown
 
 
+def test_what_takes_the_cause_away_is_told_first_however_little_it_saves() -> None:
+    own, large = Suggestion("own", None, 1, True, 1), Suggestion("large", None, 1, True, 100)
+    program = ProgramFacts(("a.py",), "refused", None, 2, (), asked=RunSpec())
+    for is_decisive, told in ((True, ["own", "large"]), (False, ["large"])):
+        cause = finding("x", Severity.WARNING, is_decisive=is_decisive, suggestions=(own,))
+        findings = (cause, finding("does-not-fit", Severity.WARNING, suggestions=(large,)))
+        text = to_text(render(replace(document(2048 * MIB), program=program, findings=findings)), 100)
+        do = [line.strip(" -") for line in text.partition("\nDo\n")[2].splitlines()]
+        assert [line for line in do if line in ("own", "large")] == told
+
+
 def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:
     change = Suggestion("text of the change", None, 1, True, 1)
     cause = finding("fragmentation", Severity.WARNING, is_decisive=True, suggestions=(change,))

@@ -56,7 +56,8 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     trace, lifetimes = context.ledger.trace, context.lifetimes
     data = [index for index in lifetimes.at_peak if _may_be_data(trace, index)]
     largest = max(data, key=lambda index: trace.storages[index].num_bytes, default=None)
-    if largest is None:
+    oom, is_moving = context.ledger.out_of_memory, trace.moved_model is not None
+    if largest is None or (is_moving and oom is not None and oom.storage == largest):  # a parameter
         return
     num_rows = trace.storages[largest].shape[0]
     alike = [index for index in data if trace.storages[index].shape[0] == num_rows]

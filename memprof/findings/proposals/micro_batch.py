@@ -116,14 +116,18 @@ def _normalizes_batches(trace: Trace) -> bool:
 
 
 def find_batch_size(context: Context) -> int | None:
-    """Return the number of samples: the first dimension of the model's inputs at the peak; None: 1, or not known."""
+    """Return the number of samples: the first dimension of the model's inputs at the peak, or what the data loader
+    yields if that divides them; None: 1, or not known."""
     if context.spec is not None:
         return context.spec.batch_size if context.spec.batch_size > 1 else None
-    shapes = _list_input_shapes(context)
+    shapes, trace = _list_input_shapes(context), context.ledger.trace
     # Samples and their beams, as rows; images of one channel have none.
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
     sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
+    if len(sizes) > 1 and trace.loaders:  # crops or frames of each sample, as rows
+        size = trace.loaders[-1].batch_size
+        return size if size > 1 and all(rows % size == 0 for rows in sizes) else None
     return sizes.pop() if len(sizes) == 1 else None
 
 

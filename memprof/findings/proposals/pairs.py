@@ -70,8 +70,8 @@ def propose(context: Context) -> Iterator[Proposal]:
         change = f"use a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
-    elif _is_outer_product(context, chunks.first):
-        change = f"use one matrix product (x.T @ y) if these products are summed over the rows, else {change}"
+    elif (product := _find_matrix_product(context, chunks.first)) is not None:
+        change = f"use {product}, else {change}"
     elif is_of_each_sample(storage):
         change = f"compare each point with its nearest ones only, not with all {storage.shape[1]:,}; or {change}"
     elif may_be_trained and (table := _find_whole_table(trace, storage)) is not None:
@@ -131,16 +131,23 @@ def _find_axis(trace: Trace, storage: Storage) -> int:
     return 0
 
 
-def _is_outer_product(context: Context, index: int) -> bool:
-    """Return whether the storage has, for each row, the products of all features of one tensor with all of another:
-    [rows, a, b], beside tensors [rows, a] and [rows, b]."""
+def _find_matrix_product(context: Context, index: int) -> str | None:
+    """Return the matrix product that a sum of the elementwise products in the storage is: of outer products
+    [rows, a, b] of tensors [rows, a] and [rows, b], or of features [n, m, features] of [n, features] and [m, features],
+    which F.cosine_similarity divides by their norms; None if it has none of these."""
     trace, births = context.ledger.trace, context.lifetimes.births
-    shape = trace.storages[index].shape
-    if trace.op(trace.storages[index]) != "aten.mul" or len(shape) != 3:
-        return False
+    shape, op = trace.storages[index].shape, trace.op(trace.storages[index])
+    if op not in ("aten.mul", "aten.div") or len(shape) != 3:
+        return None
     live = context.lifetimes.find_live(births[index], range(index)).storages
     shapes = {trace.storages[other].shape for other in live}
-    return {shape[:2], shape[::2]} <= shapes
+    are_of_pairs = {shape[1:], shape[::2]} <= shapes
+    if op == "aten.div":
+        return "F.normalize(x) @ F.normalize(y).T for cosine similarities" if are_of_pairs else None
+    if {shape[:2], shape[::2]} <= shapes:
+        return "one matrix product (x.T @ y) if these products are summed over the rows"
+    are_summed = "if these products are summed over the last dimension"
+    return f"a matrix product (x @ y.T) {are_summed}" if are_of_pairs else None
 
 
 def is_of_each_sample(storage: Storage) -> bool:

@@ -374,6 +374,16 @@ def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alon
     assert list_fix_names(found) == ("micro-batch", "micro-batch")
 
 
+def test_of_changes_of_one_line_with_one_effect_the_first_is_told(alone: None) -> None:
+    lines = "a.py:1 f", "a.py:1 f", "a.py:2 f", "a.py:1 f", None, None
+    for order, (line, mib) in enumerate(zip(lines, (0, 0, 0, 100, 0, 0), strict=True)):
+        offer(order, 0, mib * MIB, change=f"change {order}", source=line)
+    assert texts(suggest(two_tensors().context(650 * MIB, spec=SPEC))) == ["change 0", "change 2", "change 3"]
+    for order in (0, 2, 3):
+        del PROPOSAL_RULES[order]
+    assert texts(suggest(two_tensors().context(650 * MIB, spec=SPEC))) == ["change 1", "change 4", "change 5"]
+
+
 @pytest.mark.parametrize("name", ["compile", "micro-batch", "bfloat16", "8-bit-optimizer", "cpu-offload-optimizer"])
 def test_of_a_script_a_fix_that_no_option_makes_is_told_as_code(alone: None, name: str) -> None:
     shrink(1, 0, 0, fix=name)

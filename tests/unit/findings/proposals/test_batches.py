@@ -90,6 +90,20 @@ def test_batch_normalization_is_told() -> None:
         assert (told in only(micro_batch.propose_accumulation(context)).change) == is_told
 
 
+@pytest.mark.parametrize(
+    ("size", "rows", "batch_size"),
+    [(32, (64, 256), 32), (32, (64, 80), None), (1, (64, 256), None), (None, (64, 256), None)],
+)
+def test_crops_of_each_sample_are_rows(size: int | None, rows: tuple[int, int], batch_size: int | None) -> None:
+    """The loader's batch size divides the rows of all inputs."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for count in rows:
+        b.new(count, 100, owner=(Role.INPUT, ""))
+    b.trace.sources.append("train.py:1 main")
+    b.trace.loaders += [] if size is None else [BatchLoader(size, 0)]
+    assert micro_batch.find_batch_size(b.context()) == batch_size
+
+
 @pytest.mark.parametrize(("sizes", "line"), [((64, 64, 16), 1), ((64, 16), 0), ((16,), None), ((), None)])
 def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> None:
     """That of the last loader that yields such batches."""

@@ -132,6 +132,28 @@ def test_pairs_in_such_a_call_are_not_its_own() -> None:
     assert not list(pairs.propose(b.context()))
 
 
+@pytest.mark.parametrize(
+    ("operands", "op", "shape", "told"),
+    [
+        (((512, 600), (512, 700)), "mul", (512, 600, 700), "use one matrix product (x.T @ y) if these products are"),
+        (((512, 8), (600, 8)), "mul", (512, 600, 8), "use a matrix product (x @ y.T) if these products are summed"),
+        (((512, 8), (600, 8)), "div", (512, 600, 8), "use F.normalize(x) @ F.normalize(y).T for cosine"),
+        (((512, 600), (512, 700)), "div", (512, 600, 700), "compute in chunks"),
+        (((512, 8), (600, 8)), "add", (512, 600, 8), "compute in chunks"),
+        (((512, 8), (600, 9)), "mul", (512, 600, 8), "compute in chunks"),
+    ],
+)
+def test_a_sum_of_elementwise_products_is_a_matrix_product(
+    operands: tuple[tuple[int, ...], ...], op: str, shape: tuple[int, ...], told: str
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for operand in operands:
+        b.new(*operand, op="aten.randn")
+    b.new(*shape, op=f"aten.{op}", line="net.py:4 forward")
+    b.trace.trains = False
+    assert only(pairs.propose(b.context())).change.startswith(told)
+
+
 @pytest.mark.parametrize(("points", "is_told"), [(255, False), (256, True)])
 def test_pairs_of_the_points_of_each_sample(points: int, is_told: bool) -> None:
     """What a linear layer makes of them has a row for each pair of all samples."""
