@@ -135,7 +135,7 @@ def _recommended(before: dict[str, Any], code: int, after: dict[str, Any]) -> No
 # What for, as the line says -> what the command's answer has to be.
 CHECKS: dict[str, Callable[[dict[str, Any], int, dict[str, Any]], None]] = {
     "show the first row that fits in full": _same_as_row,
-    "find the cheapest --fix options with which it fits": _a_set,
+    "find the cheapest set of --fix options that fits": _a_set,
     "try combinations of --fix options": _a_set,
     "find the largest batch that fits": _a_limit,
     "show the report of the largest": _the_largest,

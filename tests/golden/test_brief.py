@@ -94,7 +94,7 @@ def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
 
 def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
     report = document(2048 * MIB)
-    line = "- logits and loss: 2.44 GiB; the largest: "
+    line = "- logits and loss, 2.44 GiB; largest: "
     for share, is_told in ((0.49, True), (0.51, False)):
         num_bytes = int(share * report.peak.categories["logits and loss"])
         assert (line in with_findings(report, finding("upcast", Severity.WARNING, num_bytes=num_bytes))) is is_told

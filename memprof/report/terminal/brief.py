@@ -141,7 +141,7 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
         return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
-        label = "the largest beside it: " if failed else "the largest at the peak: "
+        label = "largest beside it: " if failed else "largest tensors: "
         items = [
             *failed,
             *(make_item(Text(label).append(line)) for line in _list_largest(document, _list_others(document), 1)),
@@ -201,7 +201,7 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[R
     if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         for line in _list_largest(document, tensors, 1, with_category=False):
-            yield make_item(Text(f"{category}: {format_bytes(category_bytes)}; the largest: ").append(line))
+            yield make_item(Text(f"{category}, {format_bytes(category_bytes)}; largest: ").append(line))
 
 
 def _list_others(document: Report) -> list[LiveTensor]:
@@ -220,9 +220,8 @@ def _list_largest(
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             what = describe_tensor(tensor.shape, tensor.dtype)
             if tensor.count > 1:
-                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'tensors of {what}'}"
-            size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            text = Text(f"{size}, {what}, ")
+                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'x {what}'}"
+            text = Text(f"{what}, {unit.format(tensor.allocated_bytes)} {unit.name}: ")
             yield text.append(render_origin(tensor, with_category=with_category))
 
 

@@ -136,7 +136,7 @@ def _describe_search(document: Report) -> str:
     suggestions = [suggestion for finding in document.findings for suggestion in finding.suggestions]
     if suggestions and not any(suggestion.fits for suggestion in suggestions):
         return "try combinations of --fix options"
-    return "find the cheapest --fix options with which it fits"
+    return "find the cheapest set of --fix options that fits"
 
 
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:

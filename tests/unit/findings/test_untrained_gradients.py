@@ -56,7 +56,7 @@ def test_what_is_freed_and_what_to_change() -> None:
     finding = only(find(program(saved_bytes=256 * MIB).context()))
     assert finding.num_bytes == 384 * MIB
     assert (
-        "1 parameter of Target, called at train.py:5, that no optimizer updates" in finding.title
+        "1 parameter of Target, called at train.py:5, gets a gradient that no optimizer uses (" in finding.title
         and "128.00 MiB" in finding.title
     )
     assert "33% (384.00 MiB) lower" in finding.title
