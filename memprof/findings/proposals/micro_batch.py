@@ -13,6 +13,7 @@ from memprof.findings.evidence import (
     is_inference,
     is_peak_in_evaluation,
     param_names,
+    plural,
 )
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import make_key
@@ -21,7 +22,7 @@ from memprof.findings.proposals.messages import MIN_NODES
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
-from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
 _EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
@@ -64,7 +65,7 @@ def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) ->
     accumulated = f"accumulate gradients over {batch_size // rows} of them"
     change = f"use batches of {rows} instead of {batch_size}{place}, and {accumulated}"
     if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
-        return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)", source=line)
+        return Proposal(changed, f"{change} (batch normalization then sees {plural(rows, 'sample')})", source=line)
     return Proposal(changed, change, value=rows, source=line)
 
 
@@ -107,11 +108,15 @@ def _find_batches(context: Context) -> tuple[int, int, Trace] | None:
 
 
 def _normalizes_batches(trace: Trace) -> bool:
-    """Return whether a batch normalization keeps statistics of its batch for the backward: in eval mode none does."""
+    """Return whether a batch normalization keeps statistics of its batch for the backward: in eval mode none does.
+
+    Instance normalization, which torch computes as that of a batch of one, sees each sample by itself.
+    """
     return any(
         len(storage.shape) == 1 and storage.num_bytes and "batch_norm" in trace.op(storage)
         for storage in trace.storages
         if trace.phases[storage.phase].kind is PhaseKind.FORWARD
+        if storage.module == NONE or "InstanceNorm" not in trace.modules[storage.module].class_name
     )
 
 

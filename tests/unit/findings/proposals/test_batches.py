@@ -90,6 +90,19 @@ def test_batch_normalization_is_told() -> None:
         assert (told in only(micro_batch.propose_accumulation(context)).change) == is_told
 
 
+@pytest.mark.parametrize(("class_name", "is_told"), [("BatchNorm3d", True), ("InstanceNorm3d", False)])
+def test_instance_normalization_sees_each_sample_by_itself(class_name: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(2, 100, owner=(Role.INPUT, ""))
+    b.new(2, 1 << 20)
+    b.enter("norm", class_name)
+    b.new(64, op="aten.cudnn_batch_norm")
+    b.leave()
+    b.phase(PhaseKind.BACKWARD)
+    change = only(micro_batch.propose_accumulation(b.context())).change
+    assert ("(batch normalization then sees 1 sample)" in change) == is_told
+
+
 @pytest.mark.parametrize(
     ("size", "rows", "batch_size"),
     [(32, (64, 256), 32), (32, (64, 80), None), (1, (64, 256), None), (None, (64, 256), None)],
