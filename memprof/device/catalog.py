@@ -20,7 +20,7 @@ from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
 DEFAULT_GPU = "h100-80gb"
-CUSTOM_SIZE_HINT = "('memprof profile --gpu-vram GIB' takes any size)"
+CUSTOM_SIZE_HINT = "(--gpu-vram GIB takes any size)"
 
 _BACKENDS = {"AMD": "hip", "Radeon": "hip", "Apple": "mps", "Intel(R)": "xpu"}  # by the first word of a GPU's name
 

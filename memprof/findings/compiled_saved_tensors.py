@@ -63,7 +63,7 @@ def _make_evidence(saved: CompiledSavedTensors, count: int) -> Evidence:
 
 def _make_fix_evidence(tensors_with_counts: Sequence[tuple[CompiledSavedTensors, int]]) -> Evidence:
     """Return evidence that names the settings of torch's partitioner that reduce the saved bytes."""
-    text = f"fix: {_CONFIG_MODULE}.activation_memory_budget below 1 has even products computed again"
+    text = f"fix: set {_CONFIG_MODULE}.activation_memory_budget below 1, which recomputes even products"
     if any(tensor.again for tensor, _ in tensors_with_counts):
         text += f"; with {_CONFIG_MODULE}.cse = False the backward stays as it is written"
     return Evidence(text)

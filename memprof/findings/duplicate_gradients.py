@@ -31,7 +31,7 @@ def find(context: Context) -> list[Finding]:
         )
         line = group_line(trace, group)
         lines = (
-            fix_at(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+            fix_at(line, "pass gradient_as_bucket_view=True to DistributedDataParallel"),
             *tensors_evidence(context, buckets, max_live.event, lambda index: "bucket")[:MAX_SHOWN],
             *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:MAX_SHOWN],
         )

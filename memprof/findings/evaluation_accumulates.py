@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Set
+from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
 from memprof.findings import growth
@@ -26,26 +28,33 @@ MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with l
 _TRAINER = "transformers/trainer"
 
 
+class _KeptByLoop(NamedTuple):
+    """What accumulates over the calls of one loop, by its holders, with the keys of these tensors."""
+
+    loop: list[Forward]
+    holders: dict[Holder | None, list[growth.LeakGroup]]
+    keys: frozenset[growth.Key]
+    storages: frozenset[int]
+
+
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most.
+    """Return one finding per evaluated module; `num_bytes`: bytes left live by the loop that leaves the most, and by
+    other loops of the same tensors, such as the evaluations of earlier epochs.
 
     It is decisive if the run would fit with these in host memory. Outputs of the model and tensors created outside
     modules count; so do tensors created inside modules, as of hooks, and KV caches, if no later call uses them, and
     something was seen to keep them, or the model is in training mode. Tensors that the rule `memory-growth` reports do
     not.
     """
-    findings: dict[int, Finding] = {}
+    by_module: dict[int, list[_KeptByLoop]] = defaultdict(list)
     modules: dict[frozenset[growth.Key], int] = {}  # the first that tensors are told of: others are parts of its model
     for loop, reported in _find_kept(context):
         keys = frozenset(leak.key for leaks in reported.values() for leak in leaks)
-        if modules.setdefault(keys, loop[0].module) != loop[0].module:
-            continue
-        left_bytes = sum(context.lifetimes.sum_bytes(leak.storages) for leaks in reported.values() for leak in leaks)
-        previous = findings.get(loop[0].module)
-        if previous is None or left_bytes > (previous.num_bytes or 0):
-            findings[loop[0].module] = _make_finding(context, loop, reported, left_bytes)
-    return list(findings.values())
+        if modules.setdefault(keys, loop[0].module) == loop[0].module:
+            storages = frozenset(index for leaks in reported.values() for leak in leaks for index in leak.storages)
+            by_module[loop[0].module].append(_KeptByLoop(loop, reported, keys, storages))
+    return [_make_finding(context, loops) for loops in by_module.values()]
 
 
 def find_kept_keys(context: Context) -> set[growth.Key]:
@@ -129,19 +138,25 @@ def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
     return sum(leak.bytes_each for leak in leaks)
 
 
-def _make_finding(
-    context: Context, loop: list[Forward], holders: dict[Holder | None, list[growth.LeakGroup]], left_bytes: int
-) -> Finding:
+def _count_calls(context: Context, kept: _KeptByLoop) -> int:
+    """Return the calls of which something is kept: that of the last may not be yet."""
+    per_call = sum(map(_sum_bytes_per_call, kept.holders.values()))
+    return min(len(kept.loop), max(round(context.lifetimes.sum_bytes(kept.storages) / per_call), 1))
+
+
+def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     trace = context.ledger.trace
+    loop, holders, keys, _ = max(loops, key=lambda one: context.lifetimes.sum_bytes(one.storages))
+    alike = [one for one in loops if one.keys == keys]
+    kept_storages = set[int]().union(*(one.storages for one in alike))
+    left_bytes = context.lifetimes.find_max_live(kept_storages).num_bytes
     name = trace.modules[loop[0].module].class_name
     outputs = {index for forward in loop for index in forward.outputs}
-    kept_storages = {index for leaks in holders.values() for leak in leaks for index in leak.storages}
     has_caches = any(context.ledger.categories[index] is Category.KV_CACHE for index in kept_storages)
     is_inside = not has_caches and any(trace.storages[index].module != NONE for index in kept_storages - outputs)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
     kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside else "Outputs"
-    # The last call's may not be kept yet.
-    num_calls = min(len(loop), max(round(left_bytes / per_call), 1))
+    num_calls = sum(_count_calls(context, one) for one in alike)
     so_far = "so far" if trace.ended_out_of_memory else "after the last"
     title = (
         f"{kept} of {num_calls:,} calls of {name} stay on the GPU: {format_bytes(per_call)} a call, "

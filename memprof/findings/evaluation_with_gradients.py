@@ -202,10 +202,11 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         needs = compute_needs_without(context, kept.saved)
         evidence.append(effect_evidence(context, needs))
     if unused is not None:
-        fix = f"fix at {file_and_line(unused)}: `with torch.no_grad():` around the calls; alone the call does nothing"
+        how = "put the calls under `with torch.no_grad():`; without `with` it does nothing"
+        fix = f"fix at {file_and_line(unused)}: {how}"
         evidence.append(Evidence(fix, source=unused))
     elif trains_too:
-        evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows, unlike at other times"))
+        evidence.append(Evidence("fix: call it under torch.no_grad() where no backward follows"))
     else:
         fix = f"fix: call it under torch.no_grad() at {line}"
         evidence.append(Evidence(fix, source=source))
@@ -222,7 +223,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"graphs of {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"graph{'s' * (len(calls) > 1)} of {plural(len(calls), 'call')}", frozenset(kept.saved)),
     )
 
 

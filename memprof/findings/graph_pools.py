@@ -14,7 +14,7 @@ MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05  # of reserved memory; one pool must save this share and MIN_BYTES, unless the run would fit with it
 
 _FIX = (
-    "one pool for all graphs, which are replayed one at a time: pool=handle, of torch.cuda.graph_pool_handle(); "
+    "use one pool for all graphs, if they are replayed one at a time: pool=handle, of torch.cuda.graph_pool_handle(); "
     "capture the largest input first"
 )
 

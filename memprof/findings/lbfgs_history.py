@@ -34,7 +34,7 @@ def find(context: Context) -> list[Finding]:
         f"large as all parameters ({len(names)} for each iteration, up to its history_size, 100 by default): "
         f"{format_bytes(live.num_bytes)} ({percent(live.num_bytes, ledger.peak_bytes)} of the peak)"
     )
-    fix = f"fix: history_size={HISTORY_SIZE} (or less) where torch.optim.LBFGS is made; or an optimizer with less state"
+    fix = f"fix: set history_size={HISTORY_SIZE} (or less) in torch.optim.LBFGS, or use an optimizer with less state"
     evidence = (
         Evidence(fix, source=shorter.source),
         effect_evidence(context, needs, f"with history_size={HISTORY_SIZE}"),

@@ -129,7 +129,7 @@ def _make_finding(
     is_emptied = _is_emptied(context, holder, leaks, _list_step_ends(context))
     in_vain = find_graphs_in_vain(context)
     if in_vain is not None and _are_mostly(context, leaks, in_vain.frees):
-        fix = f"fix: {in_vain.change}; and .detach() of what is carried to the next step"
+        fix = f"fix: {in_vain.change}; and detach what is carried to the next step"
         evidence.append(Evidence(fix, source=in_vain.source))
         carried = []
     elif is_emptied:
@@ -157,14 +157,16 @@ def _make_finding(
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
-        culprit=_name_culprit(holder, leaks),
+        culprit=_name_culprit(holder, leaks, carried),
     )
 
 
-def _name_culprit(holder: Holder | None, leaks: list[LeakGroup]) -> Culprit | None:
-    """Return what keeps `leaks`, if it was seen."""
+def _name_culprit(holder: Holder | None, leaks: list[LeakGroup], carried: Sequence[Holder] = ()) -> Culprit | None:
+    """Return what keeps `leaks`, if it was seen: `holder`, or all of `carried`."""
     storages = frozenset(index for leak in leaks for index in leak.storages)
-    return None if holder is None or holder.is_cycle else Culprit(describe_holder(holder), storages)
+    if holder is None or holder.is_cycle:
+        return None
+    return Culprit(" and ".join(map(describe_holder, carried or [holder])), storages)
 
 
 def _are_mostly(context: Context, leaks: list[LeakGroup], storages: Collection[int]) -> bool:
@@ -274,7 +276,7 @@ def _make_finding_until_peak(
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
         if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
-            evidence.append(Evidence("fix: if no backward() follows these calls: torch.no_grad() around them"))
+            evidence.append(Evidence("fix: if no backward() follows these calls, put them under torch.no_grad()"))
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
@@ -345,7 +347,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
         fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
-    return Evidence(f"fix: fewer calls at {file_and_line(source)} before each backward()", source=source)
+    return Evidence(f"fix: make fewer calls at {file_and_line(source)} before each backward()", source=source)
 
 
 def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:

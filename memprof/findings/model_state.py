@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line, find_own_line, format_shape, param_names, percent
-from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.first_step import sum_missing
-from memprof.findings.optimizer_state import find_state
+from memprof.findings.groups import fix_at
+from memprof.findings.optimizer_state import STATE_ROLES, find_state
 from memprof.findings.suggestions import list_fix_names, suggest
 from memprof.ledger.ledger import find_live_storages
-from memprof.trace.events import FirstStep, PhaseKind, Role, Trace
+from memprof.trace.events import FirstStep, MovedModel, PhaseKind, Trace, is_own_source
 from memprof.units import format_bytes, format_count
 
-_STATE = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE)
 LARGE_SHARE = 0.5  # of the parameters' bytes: one that has as many is named
 
 
@@ -24,9 +24,13 @@ def find(context: Context) -> list[Finding]:
         return []
     is_cut = trace.ended_out_of_memory
     model, step_bytes = trace.moved_model, _compute_step_bytes(context) if is_cut else _sum_at_last_step(context)
+    evidence: tuple[Evidence, ...] = ()
     if model is not None and model.num_bytes > usable_bytes:
         count, num_bytes = format_count(model.num_parameters), model.num_bytes
         title = f"{model.class_name} has {count} parameters in {model.dtype}, {format_bytes(num_bytes)}"
+        title += _describe_largest(trace, model.largest, model.largest_shape, model.largest_bytes, num_bytes)
+        if model.largest_bytes > usable_bytes:
+            evidence = _list_fixes(trace, model)
     elif step_bytes > usable_bytes:
         num_bytes = step_bytes
         title = "Parameters, gradients and optimizer state alone take "
@@ -38,8 +42,18 @@ def find(context: Context) -> list[Finding]:
     found = suggest(context)
     fixes = list_fix_names(found)
     return [
-        Finding("model-state", Severity.WARNING, title, num_bytes, (), fixes, is_decisive=is_cut, suggestions=found)
+        Finding(
+            "model-state", Severity.WARNING, title, num_bytes, evidence, fixes, is_decisive=is_cut, suggestions=found
+        )
     ]
+
+
+def _list_fixes(trace: Trace, model: MovedModel) -> tuple[Evidence, ...]:
+    """Return the change of the own line that makes a parameter which alone is larger than the GPU, if there is one."""
+    line = _find_line(trace, model.largest_shape)
+    if line is None or not is_own_source(line):
+        return ()
+    return (fix_at(line, f"make `{model.largest}` smaller: fewer features, such as by pooling before this layer"),)
 
 
 def _compute_step_bytes(context: Context) -> int:
@@ -62,7 +76,7 @@ def _sum_at_last_step(context: Context) -> int:
     if not begins:
         return 0
     live = find_live_storages(trace, begins[-1], context.ledger.run.refused)
-    owned = (index for index in live if index in trace.owners and trace.owners[index].role in _STATE)
+    owned = (index for index in live if index in trace.owners and trace.owners[index].role in STATE_ROLES)
     return sum(trace.storages[index].num_bytes for index in owned)
 
 
@@ -75,10 +89,22 @@ def _describe_largest_parameter(trace: Trace) -> str:
     """Return words for the parameter with at least LARGE_SHARE of the bytes of all that optimizers have; else none."""
     indices = {index for step in trace.first_steps for index in step.parameters}
     largest = max(indices, key=lambda index: trace.storages[index].num_bytes)
-    num_bytes, total = trace.storages[largest].num_bytes, sum(trace.storages[index].num_bytes for index in indices)
-    if num_bytes < LARGE_SHARE * total or len(indices) == 1:
+    if len(indices) == 1:
         return ""
-    name, shape = param_names(trace)[largest], trace.storages[largest].shape
-    first = next(index for index, storage in enumerate(trace.storages) if storage.shape == shape)  # before it is moved
-    line = file_and_line(find_own_line(trace, first))
-    return f" ({percent(num_bytes, total)} of the parameters: `{name}` {format_shape(shape)}, made at {line})"
+    storage, total = trace.storages[largest], sum(trace.storages[index].num_bytes for index in indices)
+    return _describe_largest(trace, param_names(trace)[largest], storage.shape, storage.num_bytes, total)
+
+
+def _describe_largest(trace: Trace, name: str, shape: tuple[int, ...], num_bytes: int, total_bytes: int) -> str:
+    """Return words for a parameter with at least LARGE_SHARE of the bytes, and the line that makes it; else none."""
+    line = _find_line(trace, shape)
+    if num_bytes < LARGE_SHARE * total_bytes or line is None:
+        return ""
+    place = f"`{name}` {format_shape(shape)}, made at {file_and_line(line)}"
+    return f" ({percent(num_bytes, total_bytes)} of the parameters: {place})"
+
+
+def _find_line(trace: Trace, shape: tuple[int, ...]) -> str | None:
+    """Return the line that makes a parameter of this shape, before it is moved."""
+    first = next((index for index, storage in enumerate(trace.storages) if storage.shape == shape), None)
+    return None if first is None else find_own_line(trace, first)

@@ -13,6 +13,8 @@ from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Role, Trace
 from memprof.units import format_bytes
 
+STATE_ROLES = (Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE)  # what an optimizer step leaves
+
 MIN_STATE_SHARE = 0.01  # of the peak: the precision of smaller state does not matter (SGD without momentum, LoRA)
 
 MIN_TEMPORARIES_SHARE = 0.05  # of the peak; reported if temporaries take more than this share and these bytes
@@ -60,11 +62,14 @@ def _find_step_temporaries(context: Context) -> list[Finding]:
     trace = ledger.trace
     temporaries = [index for index in find_temporaries(context) if index in lifetimes.at_peak]
     num_bytes = lifetimes.sum_bytes(temporaries)
+    owned = (index for index in lifetimes.at_peak if index in trace.owners)
+    state_bytes = lifetimes.sum_bytes(index for index in owned if trace.owners[index].role in STATE_ROLES)
     if num_bytes <= max(MIN_TEMPORARIES_BYTES, MIN_TEMPORARIES_SHARE * ledger.peak_bytes):
         return []
     title = (
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
-        f"{format_bytes(num_bytes)} live at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
+        f"{format_bytes(num_bytes)} live at once ({percent(num_bytes, ledger.peak_bytes)} of the peak), beside "
+        f"{format_bytes(state_bytes)} of parameters, gradients and optimizer state"
     )
     other_stages = [stage for stage in ledger.stages if stage.kind is not PhaseKind.OPTIMIZER_STEP]
     lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))

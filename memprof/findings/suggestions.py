@@ -209,9 +209,19 @@ def _is_enough(context: Context, required_bytes: int, fits: bool | None) -> bool
 
 
 def _evaluate_first(context: Context, candidates: Iterable[_Candidate]) -> list[tuple[_Candidate, Suggestion]]:
-    """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions."""
-    pairs = ((one, _evaluate_candidate(context, one)) for one in candidates)
-    return list(islice(((one, found) for one, found in pairs if found is not None), MAX_SUGGESTIONS))
+    """Return the first MAX_SUGGESTIONS candidates that save enough by a replay, with their suggestions; of changes of
+    one line after which the run needs the same, the first."""
+
+    def evaluate() -> Iterator[tuple[_Candidate, Suggestion]]:
+        effects = set[tuple[str, int]]()
+        for one in candidates:
+            found = _evaluate_candidate(context, one)
+            effect = None if found is None or found.source is None else (found.source, found.required_bytes)
+            if found is not None and effect not in effects:
+                effects |= set() if effect is None else {effect}
+                yield one, found
+
+    return list(islice(evaluate(), MAX_SUGGESTIONS))
 
 
 def _evaluate_candidate(context: Context, candidate: _Candidate) -> Suggestion | None:
@@ -279,10 +289,10 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
             text += f" ({format_bytes(total_bytes - required - context_bytes)} less than the GPU has)"
     later_bytes = compute_first_step_bytes(context, trace)
     if trace.ended_out_of_memory and fits and run.gpu is not None and later_bytes > run.gpu.usable_bytes:
-        text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit yet"
+        text += f", and {format_bytes(later_bytes + context_bytes)} in the first optimizer step, which does not fit"
         fits = False
     elif not run.fits and not fits:
-        text += ", and does not fit yet"
+        text += "; still does not fit"
     elif not run.fits and not trace.ended_out_of_memory and not releases_cache:
         text += ", and fits"
     device = trace.facts.device

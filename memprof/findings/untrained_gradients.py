@@ -59,10 +59,12 @@ def find(context: Context) -> list[Finding]:
     changed = free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_needs_of(context, changed)
     decides = is_decisive(context, needs)
-    fate = "are set to None before their optimizer makes a step" if discarded else "no optimizer updates"
+    num_parameters = len(max_live.storages)
+    gets, them = ("gets a gradient", "it") if num_parameters == 1 else ("get gradients", "them")
+    fate = "that are set to None before their optimizer makes a step" if discarded else "that no optimizer uses"
     what = (
-        f"Gradients of {plural(len(max_live.storages), 'parameter')}{name} that {fate}: "
-        f"{format_bytes(max_live.num_bytes)}; without these, and what autograd saves for them alone,"
+        f"{plural(num_parameters, 'parameter')}{name} {gets} {fate} ({format_bytes(max_live.num_bytes)}): without "
+        f"{them}, and what autograd saves for {them} alone,"
     )
     if is_early and call is not None:
         what = f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no"
@@ -75,7 +77,7 @@ def find(context: Context) -> list[Finding]:
             "without these"
         )
     title = f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
-    fix, edit = f"requires_grad_(False) on {_name_parameters(context, gradients)}", None
+    fix, edit = f"call requires_grad_(False) on {_name_parameters(context, gradients)}", None
     if call is not None and source is not None and (copied is not None or _leads_to_none(context, call)):
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
     else:

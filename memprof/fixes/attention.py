@@ -14,7 +14,7 @@ _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 @Fix(
     name="sdpa-attention", order=140, numerics=Numerics.EXACT, saves=("activations",),
-    changes="torch's scaled_dot_product_attention instead of scores kept in memory",
+    changes="use scaled_dot_product_attention, which keeps no scores in memory",
     cost="none: it is faster; no attention weights can be returned",
     ladder_order=50, script_order=50, search_order=30, tiers=ALL_TIERS,
     helps={"doctor: attention": 10},

@@ -14,7 +14,7 @@ from memprof.fixes.optimizers import refuse_gradients
 
 @Fix(
     name="amp-bfloat16", order=50, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
-    changes="the forward under autocast: products in bfloat16, parameters in float32",
+    changes="run the forward under autocast: products in bfloat16, parameters in float32",
     cost="8 bits of precision in products; half copies of the weights during the forward",
     bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
     edit="memprof.fixes.spec_edits:set_autocast", detect=lambda spec: spec.amp == "bfloat16",
@@ -23,7 +23,7 @@ from memprof.fixes.optimizers import refuse_gradients
 )  # fmt: skip
 @Fix(
     name="amp-float16", order=60, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
-    changes="the forward under autocast: products in float16, parameters in float32",
+    changes="run the forward under autocast: products in float16, parameters in float32",
     cost="gradients below 6e-8 vanish: scale the loss with the GradScaler that is the result",
     bench="precision",
     conflicts={

@@ -18,7 +18,7 @@ from memprof.fixes.optimizers import list_trained_parameters, make_optimizer, re
 
 @Fix(
     name="optimizer-in-backward", order=240, numerics=Numerics.EXACT, saves=("gradients",),
-    changes="each parameter is updated as soon as its gradient is there, and the gradient freed",
+    changes="update each parameter in the backward, as soon as its gradient exists, and free that",
     cost="no gradient accumulation, clipping by norm or loss scaling",
     options={"optimizer": OPTIMIZER},
     required=("optimizer",), training_only=True, accumulates=False,

@@ -37,7 +37,7 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 
 @Fix(
     name="activation-checkpointing", order=160, numerics=Numerics.EXACT, saves=("activations",),
-    changes="layers keep their inputs alone and run again in the backward",
+    changes="keep only the inputs of layers, and run these again in the backward",
     cost="one more forward of what is checkpointed",
     options={
         "every": "checkpoint every n-th layer; 1 if not given",

@@ -31,7 +31,7 @@ _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "hea
 
 @Fix(
     name="chunked-loss", order=150, numerics=Numerics.EXACT, saves=("logits and loss",),
-    changes="the loss is computed some tokens at a time: the full logits never exist",
+    changes="compute the loss in chunks of tokens: the full logits never exist",
     cost="one more product with the head's weight: a third of the head's time",
     options={
         "chunk_size": "tokens whose logits exist at a time; chosen from chunk_bytes if not given",

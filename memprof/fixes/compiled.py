@@ -18,7 +18,7 @@ from memprof.workload.layers import find_layers
 
 @Fix(
     name="compile", order=145, numerics=Numerics.EXACT, saves=("activations", "temporaries"),
-    changes="layers run as torch.compile's code, which fuses operators and computes again what is cheap to",
+    changes="compile layers by torch.compile, which fuses operators and recomputes what is cheap",
     cost="layers are compiled before they first run, and again for inputs of another kind",
     conflicts={
         "cpu-offload-weights": "compiled code takes its weights where they were when it was made",

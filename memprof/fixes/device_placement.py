@@ -25,7 +25,7 @@ _CONTAINERS = (dict, list, tuple)
 
 @Fix(
     name="device-placement", order=20, numerics=Numerics.EXACT, saves=(),
-    changes="tensors that modules hold or make on another device than their parameters' are moved, and made there",
+    changes="move tensors that modules hold to the device of their parameters, and make new ones there",
     cost="what is moved takes bytes on the GPU; so does what a forward makes without naming a device",
     options={"keep_on_host": "patterns of names of tensors that stay where they are; * stands for anything"},
     conflicts={"cpu-offload-weights": "its layers are in host memory on purpose"},

@@ -16,8 +16,8 @@ from memprof.fixes.optimizers import list_trained_parameters
 
 @Fix(
     name="8-bit-optimizer", order=250, numerics=Numerics.APPROXIMATE, saves=("optimizer state",),
-    changes="AdamW whose two states take one byte per parameter each",
-    in_code="bitsandbytes.optim.AdamW8bit instead of the optimizer, whose two states take one byte per parameter each",
+    changes="use an AdamW whose two states take one byte per parameter each",
+    in_code="use bitsandbytes.optim.AdamW8bit, whose two states take one byte per parameter each",
     cost="states are quantized in blocks",
     options={"learning_rate": "1e-4 if not given"},
     packages=("bitsandbytes or torchao",), training_only=True, bench="optimizer",

@@ -22,7 +22,7 @@ _KEY = "expandable_segments:"
 
 @Fix(
     name="expandable-segments", order=10, numerics=Numerics.EXACT, saves=("fragmentation",),
-    changes="the caching allocator grows its segments in place instead of asking for others",
+    changes="let the caching allocator grow its segments in place instead of reserving new ones",
     cost="none to speak of; for the whole process, and what is on the GPU already stays where it is",
     alloc_conf="expandable_segments:True",
     ladder_order=20, script_order=30, search_order=40, headroom_order=10, tiers=ALL_TIERS,

@@ -16,7 +16,7 @@ from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimi
 
 @Fix(
     name="fused-optimizer", order=220, numerics=Numerics.EXACT, saves=("temporaries",),
-    changes="an optimizer step is one kernel for many parameters, which needs no temporaries",
+    changes="step the optimizer in one kernel for many parameters, without temporaries",
     cost="none: it is faster",
     options={"optimizer": OPTIMIZER + ", or an optimizer that is there; AdamW at 1e-4 if not given"},
     training_only=True,

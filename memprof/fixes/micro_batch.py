@@ -35,8 +35,8 @@ _LABELS = ("labels", "targets", "target", "y")
 
 @Fix(
     name="micro-batch", order=200, numerics=Numerics.EXACT, saves=("activations", "logits and loss", "inputs"),
-    changes="a batch goes through forward and backward some rows at a time; gradients add up to those of the whole",
-    in_code="forward and backward of micro-batches of size {value}, and one optimizer step for the whole batch",
+    changes="run forward and backward on some rows of a batch at a time, and accumulate the gradients",
+    in_code="run forward and backward on micro-batches of {value}, and one optimizer step for the whole batch",
     cost="kernels work on fewer rows: slower where these do not fill the GPU",
     options={
         "micro_batch_size": "rows at a time; 1 if not given",

@@ -15,7 +15,7 @@ from memprof.workload.npt import NptComponent
 
 @Fix(
     name="low-rank-npt", order=130, numerics=Numerics.EXACT, saves=("activations", "temporaries"),
-    changes="NPT components never make a weight delta: h W + ((h A) * m) B",
+    changes="compute NPT components without a weight delta: h W + ((h A) * m) B",
     cost="none: it is faster",
     for_models="npt",
     conflicts={"cpu-offload-npt-delta": "without a delta there is nothing to offload"},
@@ -37,7 +37,7 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
 
 @Fix(
     name="cpu-offload-npt-delta", order=180, numerics=Numerics.EXACT, saves=("activations",),
-    changes="the weight delta of an NPT component waits in host memory between forward and backward",
+    changes="move the weight delta of an NPT component to host memory between forward and backward",
     cost="every delta crosses the bus twice in a step; one is still on the GPU at a time",
     for_models="npt",
     conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder_order=40, moves_to_host=True,

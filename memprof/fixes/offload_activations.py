@@ -17,7 +17,7 @@ MIN_BYTES = 1 << 20  # smaller tensors stay: a copy costs more time than they sa
 
 @Fix(
     name="cpu-offload-activations", order=170, numerics=Numerics.EXACT, saves=("activations",),
-    changes="what layers keep for the backward waits in host memory",
+    changes="move what layers save for the backward to host memory",
     cost="every such byte crosses the bus twice in a step",
     options={"min_bytes": "tensors below this stay on the GPU; 1 MiB if not given"},
     main_option="min_bytes", training_only=True, ladder_order=130, script_order=70, search_order=100,

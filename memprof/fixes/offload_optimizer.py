@@ -23,9 +23,9 @@ from memprof.fixes.optimizers import adamw, list_trained_parameters, make_optimi
 
 @Fix(
     name="cpu-offload-optimizer", order=230, numerics=Numerics.EXACT, saves=("optimizer state", "temporaries"),
-    changes="optimizer state and the step in host memory; the GPU has parameters and gradients alone",
-    in_code='memprof.apply(model, "cpu-offload-optimizer", optimizer=...), whose result is an optimizer with its state '
-    "and its step in host memory",
+    changes="keep optimizer state in host memory, and step there; the GPU has only parameters and gradients",
+    in_code='use memprof.apply(model, "cpu-offload-optimizer", optimizer=...), whose result is an optimizer with its '
+    "state and its step in host memory",
     cost="gradients and parameters cross the bus once a step each; the CPU computes the step",
     options={
         "optimizer": OPTIMIZER + "; AdamW at 1e-4 if not given",

@@ -25,9 +25,9 @@ from memprof.workload.layers import drop_caches, find_layers
 
 @Fix(
     name="cpu-offload-weights", order=190, numerics=Numerics.EXACT, saves=("parameters", "gradients", "activations"),
-    changes="the weights of a layer are on the GPU while it runs, in host memory otherwise",
-    in_code='memprof.apply(model, "cpu-offload-weights") before the model goes to the GPU, which then has the weights '
-    "of one layer at a time",
+    changes="keep the weights of a layer in host memory while it does not run",
+    in_code='call memprof.apply(model, "cpu-offload-weights") before the model goes to the GPU, which then has the '
+    "weights of one layer at a time",
     cost="the weights cross the bus twice in a step, their gradients once; layers run again in the backward",
     before_move=True,
     conflicts={

@@ -14,8 +14,8 @@ from memprof.fixes.optimizers import refuse_gradients
 
 @Fix(
     name="bfloat16", order=30, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
-    changes="parameters in bfloat16",
-    in_code="parameters in bfloat16 (model.to(torch.bfloat16) before the model goes to the GPU; its float inputs too)",
+    changes="convert parameters to bfloat16",
+    in_code="convert parameters to bfloat16 (model.to(torch.bfloat16) before it goes to the GPU; its float inputs too)",
     cost="8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
     bench="precision",
     conflicts={
@@ -30,7 +30,7 @@ from memprof.fixes.optimizers import refuse_gradients
 )  # fmt: skip
 @Fix(
     name="float16", order=40, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
-    changes="parameters in float16",
+    changes="convert parameters to float16",
     cost="numbers above 65,504 overflow and gradients below 6e-8 vanish: scale the loss",
     bench="precision",
     conflicts={

@@ -25,7 +25,7 @@ _QUANT_TYPES = ("nf4", "fp4")
 
 @Fix(
     name="8-bit-weights", order=80, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
-    changes="linear layers but the head in bitsandbytes' LLM.int8: one byte a weight, frozen",
+    changes="convert linear layers but the head to bitsandbytes' LLM.int8: one byte a weight, frozen",
     cost="rounded weights and activations; the quantized layers do not learn",
     packages=("bitsandbytes",), trains_another=True, bench="quantized weights",
     conflicts={
@@ -55,7 +55,7 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
 
 @Fix(
     name="4-bit-weights", order=90, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
-    changes="linear layers but the head in bitsandbytes' 4-bit format: half a byte a weight, frozen",
+    changes="convert linear layers but the head to bitsandbytes' 4-bit format: half a byte a weight, frozen",
     cost="16 values a weight; each is unpacked for its product; the quantized layers do not learn",
     options=FOUR_BITS,
     packages=("bitsandbytes",), trains_another=True, bench="quantized weights",
@@ -87,7 +87,7 @@ def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4"
 
 @Fix(
     name="qlora", order=100, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
-    changes="weights in 4 bits, and PEFT's trained matrices beside them",
+    changes="convert weights to 4 bits, and train PEFT's matrices beside them",
     cost="16 values a weight; only the adapter learns",
     options={**FOUR_BITS, **LORA},
     main_option="lora_rank", packages=("bitsandbytes", "peft"), training_only=True, trains_another=True,

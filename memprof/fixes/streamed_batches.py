@@ -17,7 +17,7 @@ from memprof.torch_private.pytree import tree_map
 
 @Fix(
     name="streamed-batches", order=210, numerics=Numerics.EXACT, saves=("host memory",),
-    changes="batches are made one at a time instead of all of them before training",
+    changes="make batches one at a time instead of all of them before training",
     cost="each batch is put together while the GPU waits, unless workers do it",
     options={
         "dataset": "the samples: a Dataset, a list, a tensor, or a dictionary of tensors by sample",

@@ -15,7 +15,7 @@ DEFAULT_RANK = 8
 
 @Fix(
     name="freeze", order=110, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
-    changes="parameters that are not trained",
+    changes="freeze parameters",
     cost="what is frozen does not learn",
     options={"frozen": "patterns of parameter names, such as 'model.embed*'; * stands for anything"},
     main_option="frozen", main_type=str, required=("frozen",), training_only=True, trains_another=True,
@@ -33,7 +33,7 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
 
 @Fix(
     name="lora", order=120, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
-    changes="small trained matrices beside a frozen model, put there by PEFT",
+    changes="train small matrices of PEFT beside a frozen model",
     cost="only the adapter learns",
     options=LORA,
     main_option="lora_rank", packages=("peft",), training_only=True, trains_another=True,

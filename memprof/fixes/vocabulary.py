@@ -12,7 +12,7 @@ from memprof.fixes.chunked_loss import find_output_head
 
 @Fix(
     name="vocabulary-cap", order=70, numerics=Numerics.DIFFERENT, saves=(*WEIGHTS, "logits and loss"),
-    changes="embedding and head keep their first tokens",
+    changes="keep only the first tokens of embedding and head",
     cost="token ids at or above the cap cannot be used any more",
     options={"vocab_size": "tokens that stay"},
     main_option="vocab_size", required=("vocab_size",), trains_another=True,

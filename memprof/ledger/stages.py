@@ -23,7 +23,8 @@ _PHASE_STAGES = {
 }
 OWN_CODE = ("own code", "output", "other")  # stages of the program's own code, outside modules
 EVALUATION_PREFIX = "evaluation "  # prefix of a stage's name in a forward without a backward
-_WORDS_BY_NAME = {"parameters": "setup", **dict.fromkeys(OWN_CODE, "code outside modules")}
+SETUP = "setup"
+_WORDS_BY_NAME = {"parameters": SETUP, **dict.fromkeys(OWN_CODE, "code outside modules")}
 _CHILD = re.compile(r"(\S+) ([A-Z]\w*)")  # path and class of a module
 
 

@@ -19,6 +19,10 @@ NUM_STEPS_OF_ROUND = 6
 # Calls in each n-th step that may take memory: an evaluation, samples, a checkpoint.
 _PERIODIC = re.compile(r"\.eval\(\)|\w*(?:eval|valid|test|sampl|generat|predict|save|checkpoint|penalty)\w*\(")
 
+# Calls in each n-th step by which a list grows, and how often they are to be seen.
+_KEEPING = re.compile(r"\.(?:append|extend)\(")
+_NUM_KEPT = 3
+
 
 @dataclass(slots=True)
 class FirstRounds:
@@ -38,6 +42,7 @@ class FirstRounds:
             if (self._ends.get(loop.location) or step) >= step:
                 self._ends[loop.location] = None if end is None else end + (NUM_STEPS_OF_ROUND if depth else 1)
         self._periods |= set(list_periods(frame, _PERIODIC))
+        self._periods |= {_NUM_KEPT * period for period in list_periods(frame, _KEEPING)}
         self.positions.append(position)
 
     def count_steps_to_come(self, step: int) -> int | None:

@@ -18,10 +18,11 @@ from types import FrameType
 from memprof.script.loops import find_position, list_frames, list_loop_texts, list_periods, list_texts_after_loops
 from memprof.watch.program_code import is_own_file, is_program
 
-# Calls by which training code evaluates: `model.eval()`, `trainer.evaluate()`, `run_validation(...)`; and what trainers
-# of libraries are given or define for it. (Trainer of transformers evaluates a data set only by a strategy.)
+# Calls by which training code evaluates: `model.eval()` (but no `net = make().eval()`, as of a frozen model),
+# `trainer.evaluate()`, `run_validation(...)`; and what trainers of libraries are given or define for it. (Trainer of
+# transformers evaluates a data set only by a strategy.)
 _EVALUATION = re.compile(
-    r"\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
+    r"(?m:^)[^=#\n]*\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
     r"|\b(?:\w+_)?(?:evaluate|evaluation|validate|validation)(?:_\w+)?\("
     r"|\beval_strategy\b(?!['\"]?\s*[=:]\s*['\"]no['\"])|\bval_dataloaders?\b"
 )

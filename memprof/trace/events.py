@@ -368,6 +368,9 @@ class MovedModel(NamedTuple):
     num_parameters: int
     num_bytes: int  # of its parameters and buffers, moved or not
     dtype: str  # of most of these bytes
+    largest: str = ""  # path of its largest parameter, with its shape and bytes
+    largest_shape: tuple[int, ...] = ()
+    largest_bytes: int = 0
 
 
 class VmapCall(NamedTuple):
@@ -378,6 +381,13 @@ class VmapCall(NamedTuple):
     rows: int  # size of the batch or chunk
     function: str  # the function of torch.func that the program called: vmap, jacrev, jacfwd
     source: int  # index in Trace.sources: the line that calls it
+
+
+class BatchLoader(NamedTuple):
+    """A DataLoader that the program iterates over, and that a line of its own code has made."""
+
+    batch_size: int
+    source: int  # index in Trace.sources: the line that makes it
 
 
 class GraphBackward(NamedTuple):
@@ -552,6 +562,8 @@ class Trace:
     first_steps: list[FirstStep] = field(default_factory=list)
     moved_model: MovedModel | None = None  # of a simulated run that a failed allocation ended
     vmaps: list[VmapCall] = field(default_factory=list)  # in the order of their ends; of a simulated run
+    # In the order in which iterations began, a loader once for several in a row; of a simulated run.
+    loaders: list[BatchLoader] = field(default_factory=list)
     graph_backwards: list[GraphBackward] = field(default_factory=list)  # of a simulated run, without torch.func's
     graph_ends: list[GraphBreak] = field(default_factory=list)
     compiled_keeps: list[CompiledSavedTensors] = field(default_factory=list)
@@ -611,7 +623,7 @@ class Trace:
         """Return the line of the program's own code that led to the allocation of the storage `index`, if that is
         known; else of the library that allocated it."""
         line, callers = self.source_line(self.storages[index]), self.list_callers(index)
-        is_own = line is None or _LIBRARIES not in line
+        is_own = line is None or is_own_source(line)
         return line if is_own or not callers else self.source_at(callers[0].source)
 
     def source_at(self, index: int) -> str | None:
@@ -627,6 +639,11 @@ _LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 def without_numbers(path: str) -> str:
     """Return the path of a module or parameter with numbers replaced by `*`, so that all layers have equal paths."""
     return _LAYER.sub("*", path)
+
+
+def is_own_source(source: str) -> bool:
+    """Return whether the line `file:line function` is of the program's own code, and not of an installed library."""
+    return _LIBRARIES not in source
 
 
 def short_source(source: str) -> str:

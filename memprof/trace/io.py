@@ -255,6 +255,8 @@ def _check_references(trace: Trace) -> None:
         for call in trace.vmaps
     ):
         raise ValueError("a call of vmap points outside its tables")
+    if any(not 0 <= loader.source < len(trace.sources) for loader in trace.loaders):
+        raise ValueError("a data loader points outside its table")
     if any(
         not 0 <= call.begin <= call.end <= len(trace.events) or max(call.source, call.caller) >= len(trace.sources)
         for call in trace.graph_backwards

@@ -341,9 +341,15 @@ def _find_leaf_tensors(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _describe_moved_model(module: nn.Module) -> MovedModel:
     with torch.DisableTorchFunction():
-        parameters = list(module.parameters())
+        parameters = dict(module.named_parameters())
         num_bytes = Counter[str]()
-        for tensor in (*parameters, *module.buffers()):
+        for tensor in (*parameters.values(), *module.buffers()):
             num_bytes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
         (dtype, _), *_ = num_bytes.most_common(1) or [("float32", 0)]
-        return MovedModel(type(module).__name__, sum(p.numel() for p in parameters), num_bytes.total(), dtype)
+        count = sum(parameter.numel() for parameter in parameters.values())
+        model = MovedModel(type(module).__name__, count, num_bytes.total(), dtype)
+        if not parameters:
+            return model
+        name, largest = max(parameters.items(), key=lambda item: item[1].numel() * item[1].element_size())
+        largest_bytes = largest.numel() * largest.element_size()
+        return model._replace(largest=name, largest_shape=tuple(largest.shape), largest_bytes=largest_bytes)

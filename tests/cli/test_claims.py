@@ -94,7 +94,7 @@ def test_a_report_of_profile_is_kept_to(run, name, tmp_path):
     _, answer = run(["profile", *PROFILES[name].split()])
     _held(answer, run)
     said = follow(answer, run, tmp_path)
-    assert said and set(said) <= CHECKS.keys() | {"what each fix does and costs", "what each finding means"}
+    assert said and set(said) <= CHECKS.keys() | {"read what each fix does and costs", "read what each finding means"}
 
 
 @pytest.mark.parametrize("name", by_day(SCRIPTS, "later steps"))

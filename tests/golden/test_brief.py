@@ -94,7 +94,7 @@ def test_an_error_on_a_real_gpu_stands_at_the_verdict() -> None:
 
 def test_what_takes_most_is_told_where_no_finding_explains_it() -> None:
     report = document(2048 * MIB)
-    line = "- logits and loss: 2.44 GiB; the largest: "
+    line = "- logits and loss, 2.44 GiB; largest: "
     for share, is_told in ((0.49, True), (0.51, False)):
         num_bytes = int(share * report.peak.categories["logits and loss"])
         assert (line in with_findings(report, finding("upcast", Severity.WARNING, num_bytes=num_bytes))) is is_told
@@ -198,6 +198,17 @@ def test_a_small_saving_is_no_suggestion_where_memory_ended_the_run(num_bytes: i
     for ended, shown in (("refused", is_told), ("exit", True)):
         program = ProgramFacts(("a.py",), ended, None, 2, (), asked=RunSpec())
         assert ("- small\n" in to_text(render(replace(report, program=program)), 100)) is shown
+
+
+def test_what_takes_the_cause_away_is_told_first_however_little_it_saves() -> None:
+    own, large = Suggestion("own", None, 1, True, 1), Suggestion("large", None, 1, True, 100)
+    program = ProgramFacts(("a.py",), "refused", None, 2, (), asked=RunSpec())
+    for is_decisive, told in ((True, ["own", "large"]), (False, ["large"])):
+        cause = finding("x", Severity.WARNING, is_decisive=is_decisive, suggestions=(own,))
+        findings = (cause, finding("does-not-fit", Severity.WARNING, suggestions=(large,)))
+        text = to_text(render(replace(document(2048 * MIB), program=program, findings=findings)), 100)
+        do = [line.strip(" -") for line in text.partition("\nDo\n")[2].splitlines()]
+        assert [line for line in do if line in ("own", "large")] == told
 
 
 def test_what_else_helps_is_told_where_the_cause_has_no_line_to_change() -> None:

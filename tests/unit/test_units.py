@@ -8,6 +8,7 @@ from memprof.units import (
     format_bytes,
     format_count,
     format_ranges,
+    format_rounded_gib,
     format_size_option,
     gib,
     parse_count,
@@ -69,6 +70,17 @@ def test_bytes_have_the_largest_unit_of_at_least_one(num_bytes, text):
 
 def test_gib_for_cells():
     assert gib(1234 * GIB + GIB // 2) == "1,234.50"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (1_049.9, "1,050 GiB"), (1_044.9, "1,040 GiB"), (100, "100 GiB"), (99.4, "99 GiB"),
+        (10, "10 GiB"), (9.94, "9.9 GiB"), (0.06, "0.1 GiB"),
+    ],
+)  # fmt: skip
+def test_an_estimate_has_two_digits_or_three(size, text):
+    assert format_rounded_gib(int(size * GIB)) == text
 
 
 @pytest.mark.parametrize(

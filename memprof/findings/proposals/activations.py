@@ -25,11 +25,11 @@ def propose(context: Context) -> Iterator[Proposal]:
             continue
         line = file_and_line(trace.source_line(trace.storages[min(kept)]))
         by = " and ".join(op.removeprefix("aten.") for op in ops)
-        gate = " (of two tensors: glu)" if name == "silu" else ""  # what is multiplied is not recorded
+        gate = " (glu for two tensors)" if name == "silu" else ""  # what is multiplied is not recorded
         if gate and _is_scaled(trace, min(kept)):
             gate = "(c * x) / c"
         change = (
-            f"torch.nn.functional.{name}{gate} instead of the product with {by} at {line}: it saves its input alone"
+            f"use torch.nn.functional.{name}{gate} instead of the product with {by} at {line}: it saves only its input"
         )
         yield Proposal(resize(trace, dict.fromkeys(inner, 0)), change)
 

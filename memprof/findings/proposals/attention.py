@@ -25,20 +25,20 @@ def propose(context: Context) -> Iterator[Proposal]:
     changed = resize(trace, dict.fromkeys(scores, 0))
     line = trace.source_line(trace.storages[scores[0]])
     if all(_is_of_torch_module(trace, trace.storages[index]) for index in scores):
-        how = f"need_weights=False in the call of nn.MultiheadAttention at {file_and_line(line)}, if the weights that"
-        yield Proposal(
-            changed, f"{how} it returns are not used: it then takes scaled_dot_product_attention", source=line
+        how = (
+            f"pass need_weights=False to nn.MultiheadAttention at {file_and_line(line)}, if the weights that it returns"
         )
+        yield Proposal(changed, f"{how} are not used: it then calls scaled_dot_product_attention", source=line)
     elif (call := find_call_that_returns_scores(context)) is not None:
         is_of_library = line is not None and "/transformers/" in line.replace("\\", "/")
         setting = "attentions (output_attentions=False)" if is_of_library else "attention weights"
         source = trace.source_at(call.source)
-        how = f"return no {setting} at {file_and_line(source)}, but take scaled_dot_product_attention"
+        how = f"return no {setting} at {file_and_line(source)}, and use scaled_dot_product_attention"
         yield Proposal(changed, f"{how}; a hook can keep the weights of one layer", source=source)
     elif line is not None and "/transformers/" not in line.replace("\\", "/"):
         # The fix switches models of transformers alone.
         yield Proposal(
-            changed, f"scaled_dot_product_attention instead of the scores of {file_and_line(line)}", source=line
+            changed, f"use scaled_dot_product_attention instead of the scores at {file_and_line(line)}", source=line
         )
     else:
         yield Proposal(changed)

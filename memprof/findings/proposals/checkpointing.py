@@ -48,8 +48,8 @@ def propose_repeated(context: Context) -> Iterator[Proposal]:
         made = (ref for kind, ref in trace.events[first.begin : first.end] if kind is EventKind.ALLOC)
         line = next((line for ref in made if (line := trace.source_line(trace.storages[ref])) is not None), None)
         change = (
-            f"each of the {num_calls} calls of `{module.path}` ({module.class_name}, {file_and_line(line)}) under "
-            "torch.utils.checkpoint, or a backward without their graph (of an ODE: odeint_adjoint)"
+            f"run each of the {num_calls} calls of `{module.path}` ({module.class_name}, {file_and_line(line)}) under "
+            "torch.utils.checkpoint, or solve an ODE with odeint_adjoint, whose backward needs no graph of them"
         )
         yield Proposal(changed, change)
 

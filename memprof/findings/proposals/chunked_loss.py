@@ -51,15 +51,15 @@ def propose(context: Context) -> Iterator[Proposal]:
         known = (target, gathered, next(losses, None))
         of = next((index for index in known if index is not None), find_first_logits(trace, copies))
         line = find_own_line(trace, of)
-        change = "the loss of some tokens at a time, in the program's own code, "
+        change = "compute the loss in chunks of tokens, in the program's own code, "
         if target is not None:
-            change = "F.cross_entropy(..., label_smoothing=...) instead of targets as large as the logits at "
-            change += f"{file_and_line(line)}, and of some tokens at a time"
+            change = "use F.cross_entropy(..., label_smoothing=...) instead of targets as large as the logits at "
+            change += f"{file_and_line(line)}, and in chunks of tokens"
         elif gathered is not None:
             change = (
-                f"gathered logits minus logsumexp instead of log_softmax at {file_and_line(line)}, for some tokens "
+                f"use gathered logits minus logsumexp instead of log_softmax at {file_and_line(line)}, in chunks of "
             )
-            change += "at a time"
+            change += "tokens"
         else:
             change += f"with its log_softmax at {file_and_line(line)}"
         yield Proposal(changed, change, source=line)

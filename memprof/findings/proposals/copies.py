@@ -35,7 +35,7 @@ def propose_unused(context: Context) -> Iterator[Proposal]:
     if not copies or lifetimes.sum_bytes(copies) < MIN_SHARE * context.ledger.peak_bytes:
         return
     line = trace.source_line(trace.storages[copies[0]])
-    change = f"the copy of the model that {file_and_line(line)} makes in host memory (.cpu()): no pass has used it"
+    change = f"move the copy of the model made at {file_and_line(line)} to host memory (.cpu()): no pass has used it"
     yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change, source=line)
 
 
@@ -53,5 +53,5 @@ def propose(context: Context) -> Iterator[Proposal]:
     if not (is_outside or is_of_state):
         return
     line = trace.source_line(failed)
-    change = f"the copies of parameters at {file_and_line(line)} in host memory (.cpu() of each)"
+    change = f"move the copies of parameters made at {file_and_line(line)} to host memory (.cpu() of each)"
     yield Proposal(resize(trace, dict.fromkeys(copies, 0)), change, source=line)

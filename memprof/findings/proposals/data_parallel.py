@@ -29,7 +29,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     if num_gpus > 1 and largest in gathered:
         storage = trace.storages[largest]
         where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
-        change = "the loss in the forward of the module that DataParallel wraps, or DistributedDataParallel, so that "
+        change = "compute the loss in the module that DataParallel wraps, or use DistributedDataParallel: then "
         sizes = {index: -(-trace.storages[index].num_bytes // num_gpus) for index in gathered}
         yield Proposal(
             resize(trace, sizes), f"{change}{where} has one GPU's part of the batch", source=trace.source_line(storage)

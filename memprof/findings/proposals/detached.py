@@ -41,7 +41,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         source = trace.source_at(last.source)
         name = trace.modules[call.module].class_name
         change = (
-            f".detach() of what `{name}` returns, for the call at {file_and_line(source)}: training "
+            f"call .detach() on what `{name}` returns, for the call at {file_and_line(source)}: training "
             f"`{trace.modules[last.module].class_name}` needs no graph of it"
         )
         yield Proposal(free_earlier(trace, dict.fromkeys(kept, call.end)), change, source=source)

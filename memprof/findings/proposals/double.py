@@ -24,7 +24,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         return
     largest = trace.storages[max(live, key=lambda index: (trace.storages[index].num_bytes, -index))]
     place = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
-    change = f"float32 instead of float64, where 7 digits are enough (of numpy: .astype(numpy.float32)): {place}"
+    change = f"use float32 instead of float64 where 7 digits are enough (numpy: .astype(numpy.float32)): {place}"
     yield Proposal(
         resize(trace, {index: trace.storages[index].num_bytes // 2 for index in doubles}),
         change,

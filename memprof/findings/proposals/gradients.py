@@ -36,5 +36,5 @@ def propose(context: Context) -> Iterator[Proposal]:
             frees[caller.by, caller.source][index] = used
     for (function, source), own in frees.items():
         line = file_and_line(trace.source_at(source))
-        change = f"torch.autograd.grad instead of {function} at {line}, unless it is differentiated again"
+        change = f"use torch.autograd.grad instead of {function} at {line}, unless it is differentiated again"
         yield Proposal(free_earlier(trace, own), change, source=trace.source_at(source))

@@ -36,7 +36,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     shorter = shorten_history(context)
     if shorter is not None:
         change = (
-            f"history_size={HISTORY_SIZE} in torch.optim.LBFGS, which steps at {file_and_line(shorter.source)} and "
+            f"set history_size={HISTORY_SIZE} in torch.optim.LBFGS, which steps at {file_and_line(shorter.source)} and "
             f"keeps two vectors of all parameters for each iteration, of {shorter.num_iterations} so far"
         )
         yield Proposal(free_earlier(context.ledger.trace, shorter.frees), change, source=shorter.source)

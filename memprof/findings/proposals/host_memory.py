@@ -40,14 +40,13 @@ def propose(context: Context) -> Iterator[Proposal]:
         length = largest.shape[0]
         if length > 1 and lifetimes.sum_bytes(alike) >= MIN_SHARE * context.ledger.peak_bytes:
             smaller = resize(trace, {index: trace.storages[index].num_bytes // length for index in alike})
-            change = (
-                f"a smaller batch or length of what each layer has, {where} and alike: 1 instead of {length} in front"
-            )
+            what = f"the first dimension (batch or length) of the buffer of each layer, {where}"
+            change = f"reduce {what}: 1 instead of {length}"
             yield Proposal(smaller, change, source=trace.source_line(largest))
         return
     if lifetimes.sum_bytes(alike) < MIN_SHARE * context.ledger.peak_bytes or _is_used_whole(context, alike):
         return
-    change = f'{where} in host memory (device="cpu"), copied in parts'
+    change = f'create {where} in host memory (device="cpu"), and copy parts of it to the GPU'
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(largest))
 
 
@@ -57,7 +56,8 @@ def propose_data(context: Context) -> Iterator[Proposal]:
     trace, lifetimes = context.ledger.trace, context.lifetimes
     data = [index for index in lifetimes.at_peak if _may_be_data(trace, index)]
     largest = max(data, key=lambda index: trace.storages[index].num_bytes, default=None)
-    if largest is None:
+    oom, is_moving = context.ledger.out_of_memory, trace.moved_model is not None
+    if largest is None or (is_moving and oom is not None and oom.storage == largest):  # a parameter
         return
     num_rows = trace.storages[largest].shape[0]
     alike = [index for index in data if trace.storages[index].shape[0] == num_rows]

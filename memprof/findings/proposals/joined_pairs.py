@@ -40,8 +40,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     sizes = {index: trace.storages[index].num_bytes // trace.storages[index].shape[-1] for index in wide}
     line = trace.source_line(storage)
     change = (
-        f"a product with each half of the features on its own, and their sum by broadcasting ([{num_items}, 1] + "
-        f"[1, {num_items}]), instead of the joined features of all pairs: {format_shape(storage.shape)} at "
+        f"multiply each half of the features on its own, and add the products by broadcasting ([{num_items}, 1] + "
+        f"[1, {num_items}]), instead of joining the features of all pairs: {format_shape(storage.shape)} at "
         f"{file_and_line(line)}"
     )
     yield Proposal(resize(trace, sizes), change, source=line)

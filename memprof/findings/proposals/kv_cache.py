@@ -31,7 +31,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     if caches is not None:
         source = context.ledger.trace.source_at(caches.call.source)
         unless = "" if caches.is_certain else ", if no later call is to use the KV cache"
-        change = f"use_cache=False in the call at {file_and_line(source)}{unless}"
+        change = f"pass use_cache=False in the call at {file_and_line(source)}{unless}"
         yield Proposal(free_earlier(context.ledger.trace, caches.frees), change, source=source)
 
 

@@ -41,7 +41,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     part = find_fitting_rows(context, long, length)
     if part < MIN_PART:  # no part helps enough
         return
-    change = f"the input {format_shape(shape)} of length {length:,} in parts of at most {part:,}, one after another"
+    change = (
+        f"process the input {format_shape(shape)} of length {length:,} in parts of at most {part:,}, one after another"
+    )
     yield Proposal(resize_rows(trace, long, part, length), change)
 
 

@@ -44,8 +44,8 @@ def propose(context: Context) -> Iterator[Proposal]:
     if changed is not None:
         line = file_and_line(trace.source_line(trace.storages[rounds[0]]))
         change = (
-            f"what the loop runs {len(rounds)} times at {line} under torch.utils.checkpoint, {size} rounds at a time; "
-            "fewer rounds, or a smaller input for them, take less too"
+            f"run the loop of {len(rounds)} rounds at {line} under torch.utils.checkpoint, {size} rounds at a time; "
+            "fewer rounds, or a smaller input for them, need less too"
         )
         yield Proposal(changed, change)
 

@@ -36,7 +36,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     sizes[gathered] = num_edges * (_INDEX_BYTES + _VALUE_BYTES)
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = (
-        f"a product with the sparse matrix of the graph (torch.sparse.mm), instead of messages of all edges {where}"
+        f"multiply by the sparse matrix of the graph (torch.sparse.mm) instead of making messages of all edges {where}"
     )
     yield Proposal(
         resize(trace, sizes),
@@ -63,7 +63,7 @@ def propose_adjacency(context: Context) -> Iterator[Proposal]:
     if trace.phases[first.phase].kind is PhaseKind.BACKWARD:  # of a sparse product, as a dense gradient
         return
     change = (
-        f"a sparse matrix of the graph's {num_edges:,} edges (torch.sparse_coo_tensor, torch.sparse.mm; degrees by "
+        f"use a sparse matrix of the graph's {num_edges:,} edges (torch.sparse_coo_tensor, torch.sparse.mm; degrees by "
         f"bincount) instead of a dense one: {format_shape(shape)} at {file_and_line(trace.source_line(first))}"
     )
     yield Proposal(resize(trace, dict.fromkeys(alike, sparse_bytes)), change)

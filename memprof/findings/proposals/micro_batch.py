@@ -7,7 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memprof.findings.evaluation_accumulates import find_kept_keys
-from memprof.findings.evidence import find_call_between_steps, is_inference, is_peak_in_evaluation, param_names
+from memprof.findings.evidence import (
+    file_and_line,
+    find_call_between_steps,
+    is_inference,
+    is_peak_in_evaluation,
+    param_names,
+    plural,
+)
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.growth import make_key
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
@@ -15,7 +22,7 @@ from memprof.findings.proposals.messages import MIN_NODES
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
-from memprof.trace.events import Event, EventKind, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
 _EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
@@ -29,7 +36,9 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
-        yield Proposal(changed, f"batches of {rows:,} samples, one after another, instead of {size:,}{beams}")
+        line, place = _find_loader_line(context.ledger.trace, size)
+        change = f"use batches of {rows:,} samples, one after another, instead of {size:,}{place}{beams}"
+        yield Proposal(changed, change, source=line)
 
 
 @proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
@@ -52,10 +61,22 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) -> Proposal:
     """Return the proposal of batches of `rows`, whose gradients are accumulated; `changed` is the trace with them."""
-    change = f"batches of {rows} instead of {batch_size}, and gradients accumulated over {batch_size // rows} of them"
+    line, place = _find_loader_line(context.ledger.trace, batch_size)
+    accumulated = f"accumulate gradients over {batch_size // rows} of them"
+    change = f"use batches of {rows} instead of {batch_size}{place}, and {accumulated}"
     if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
-        return Proposal(changed, f"{change} (batch normalization then sees {rows} samples)")
-    return Proposal(changed, change, value=rows)
+        return Proposal(changed, f"{change} (batch normalization then sees {plural(rows, 'sample')})", source=line)
+    return Proposal(changed, change, value=rows, source=line)
+
+
+def _find_loader_line(trace: Trace, batch_size: int) -> tuple[str | None, str]:
+    """Return the line that makes the data loader with this batch size that was iterated over last, and it as text;
+    (None, "") if there is none."""
+    lines = [loader.source for loader in trace.loaders if loader.batch_size == batch_size]
+    if not lines:
+        return None, ""
+    line = trace.source_at(lines[-1])
+    return line, f" ({file_and_line(line)})"
 
 
 def _is_without_gradients(context: Context) -> bool:
@@ -87,23 +108,31 @@ def _find_batches(context: Context) -> tuple[int, int, Trace] | None:
 
 
 def _normalizes_batches(trace: Trace) -> bool:
-    """Return whether a batch normalization keeps statistics of its batch for the backward: in eval mode none does."""
+    """Return whether a batch normalization keeps statistics of its batch for the backward: in eval mode none does.
+
+    Instance normalization, which torch computes as that of a batch of one, sees each sample by itself.
+    """
     return any(
         len(storage.shape) == 1 and storage.num_bytes and "batch_norm" in trace.op(storage)
         for storage in trace.storages
         if trace.phases[storage.phase].kind is PhaseKind.FORWARD
+        if storage.module == NONE or "InstanceNorm" not in trace.modules[storage.module].class_name
     )
 
 
 def find_batch_size(context: Context) -> int | None:
-    """Return the number of samples: the first dimension of the model's inputs at the peak; None: 1, or not known."""
+    """Return the number of samples: the first dimension of the model's inputs at the peak, or what the data loader
+    yields if that divides them; None: 1, or not known."""
     if context.spec is not None:
         return context.spec.batch_size if context.spec.batch_size > 1 else None
-    shapes = _list_input_shapes(context)
+    shapes, trace = _list_input_shapes(context), context.ledger.trace
     # Samples and their beams, as rows; images of one channel have none.
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
     sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
+    if len(sizes) > 1 and trace.loaders:  # crops or frames of each sample, as rows
+        size = trace.loaders[-1].batch_size
+        return size if size > 1 and all(rows % size == 0 for rows in sizes) else None
     return sizes.pop() if len(sizes) == 1 else None
 
 

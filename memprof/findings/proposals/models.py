@@ -30,7 +30,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         if other_bytes <= all_bytes - model.num_bytes:
             others.append(index)
     change = (
-        f"one model at a time on the GPU, if they compute one after another: {format_bytes(all_bytes)} of models are "
+        f"have one model at a time on the GPU, if they run one after another: {format_bytes(all_bytes)} of models are "
         f"there when {model.class_name} ({format_bytes(model.num_bytes)}) is moved"
     )
     yield Proposal(resize(trace, dict.fromkeys(others, 0)), change)

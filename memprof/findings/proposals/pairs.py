@@ -62,20 +62,22 @@ def propose(context: Context) -> Iterator[Proposal]:
     # A product of two matrices is a batch of one in torch.einsum.
     is_product = trace.op(storage) in _BATCHED_PRODUCTS and storage.shape[0] == 1
     along = f" along dimension {chunks.axis}" if chunks.axis and not is_product else ""
-    change = f"in chunks of {chunks.rows:,} of the {storage.shape[chunks.axis]:,} rows{along}{checkpointed}"
-    change += ", each reduced to what is needed of it before the next" * is_product
+    change = f"compute in chunks of {chunks.rows:,} of the {storage.shape[chunks.axis]:,} rows{along}{checkpointed}"
+    change += ", and reduce each to what is needed of it before the next" * is_product
     if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
-        change = f"one class at a time (target == c) instead of this one_hot of all classes, or {change}"
+        change = f"compare one class at a time (target == c) instead of this one_hot of all classes, or {change}"
     elif trace.op(storage) in _ONE_HOT:
-        change = f"a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
+        change = f"use a lookup (F.embedding) if this one_hot is multiplied by a matrix, else {change}"
     elif _has_scores_of_classes(trace, storage):
         change = f"resize the classes (after argmax) instead of the scores of all {storage.shape[1]}, or {change}"
+    elif (product := _find_matrix_product(context, chunks.first)) is not None:
+        change = f"use {product}, else {change}"
     elif is_of_each_sample(storage):
-        change = f"pairs of each point with its nearest alone, not with all {storage.shape[1]:,}; or {change}"
+        change = f"compare each point with its nearest ones only, not with all {storage.shape[1]:,}; or {change}"
     elif may_be_trained and (table := _find_whole_table(trace, storage)) is not None:
         name, num_rows = table
         taken = f"the rows of `{name}` that the loss takes (sampled negatives), not with all {num_rows}"
-        change = f"pairs with {taken}; or {change}"
+        change = f"compare with {taken}; or {change}"
     place = f"{format_shape(storage.shape[is_product:])} at {file_and_line(trace.source_line(storage))}"
     yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
 
@@ -127,6 +129,25 @@ def _find_axis(trace: Trace, storage: Storage) -> int:
     if storage.shape[0] == 1 and op in _ONE_HOT:
         return next((axis for axis, size in enumerate(storage.shape[:-1]) if size > 1), 0)
     return 0
+
+
+def _find_matrix_product(context: Context, index: int) -> str | None:
+    """Return the matrix product that a sum of the elementwise products in the storage is: of outer products
+    [rows, a, b] of tensors [rows, a] and [rows, b], or of features [n, m, features] of [n, features] and [m, features],
+    which F.cosine_similarity divides by their norms; None if it has none of these."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    shape, op = trace.storages[index].shape, trace.op(trace.storages[index])
+    if op not in ("aten.mul", "aten.div") or len(shape) != 3:
+        return None
+    live = context.lifetimes.find_live(births[index], range(index)).storages
+    shapes = {trace.storages[other].shape for other in live}
+    are_of_pairs = {shape[1:], shape[::2]} <= shapes
+    if op == "aten.div":
+        return "F.normalize(x) @ F.normalize(y).T for cosine similarities" if are_of_pairs else None
+    if {shape[:2], shape[::2]} <= shapes:
+        return "one matrix product (x.T @ y) if these products are summed over the rows"
+    are_summed = "if these products are summed over the last dimension"
+    return f"a matrix product (x @ y.T) {are_summed}" if are_of_pairs else None
 
 
 def is_of_each_sample(storage: Storage) -> bool:

@@ -18,7 +18,7 @@ NUM_WINDOWS = 8  # into which the calls are divided: torch's word language model
 
 MIN_STEPS = 512  # of a sequence: shorter ones are sentences, which a backward goes through as a whole
 
-_SHORTER = "shorter sequences: parts of {size:,} of the {num:,} {steps}, with a backward() after each"
+_SHORTER = "train on shorter sequences: parts of {size:,} of the {num:,} {steps}, with a backward() after each"
 
 _RNN = "aten._cudnn_rnn"
 

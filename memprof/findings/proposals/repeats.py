@@ -26,7 +26,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     place = file_and_line(line)
     shape = format_shape(trace.storages[repeated[-1]].shape)
     change = (
-        f"expand() instead of repeat() at {place}, or no copy at all where the next operator broadcasts: {shape} "
+        f"use expand() instead of repeat() at {place}, or no copy at all where the next operator broadcasts: {shape} "
         "repeats one tensor, and a view takes no memory, unless it is written to or reshaped"
     )
     yield Proposal(resize(trace, dict.fromkeys(repeated, 0)), change, source=line)

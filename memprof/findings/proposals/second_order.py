@@ -51,8 +51,8 @@ def find_graphs_in_vain(context: Context) -> GraphsInVain | None:
     source = trace.source_at(calls[-1].source)
     line = file_and_line(source)
     change = (
-        f"create_graph=False at {line} ({plural(len(calls), 'gradient')} keep a graph), if no second derivatives are "
-        "needed (meta-learning: the first-order variant)"
+        f"set create_graph=False at {line} ({plural(len(calls), 'gradient')} keep a graph), if no second derivatives "
+        "are needed"
     )
     return GraphsInVain(frees, change, source)
 

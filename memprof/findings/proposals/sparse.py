@@ -48,8 +48,8 @@ def propose_embeddings(context: Context) -> Iterator[Proposal]:
     tables = " and ".join(dict.fromkeys(f"`{names[index]}`" for index in gradients if names.get(index))) or "embeddings"
     shape, num_rows = max(rows_by_shape.items(), key=lambda item: math.prod(item[0]))
     change = (
-        f"nn.Embedding(..., sparse=True) for {tables}, of whose {shape[0]} rows a step reads {num_rows} at most, with "
-        "torch.optim.SparseAdam, Adagrad or SGD in an optimizer of its own"
+        f"use nn.Embedding(..., sparse=True) for {tables}, of whose {shape[0]} rows a step reads {num_rows} at most, "
+        "with torch.optim.SparseAdam, Adagrad or SGD in an optimizer of its own"
     )
     yield Proposal(resize(trace, gradients | temporaries), change)
 
@@ -90,7 +90,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     num_bytes = largest.num_bytes // math.prod(largest.shape) * num_nonzero
     where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = (
-        f"a CSR matrix, or index_add of its {num_nonzero} elements, or no requires_grad if the matrix is not trained, "
+        f"use a CSR matrix, or index_add of its {num_nonzero} elements, or no requires_grad if it is not trained, "
         f"instead of the dense gradient {where}"
     )
     yield Proposal(resize(trace, dict.fromkeys(alike, num_bytes)), change, source=trace.source_line(largest))
@@ -112,7 +112,7 @@ def propose_rows(context: Context) -> Iterator[Proposal]:
     width = max((min(one.shape) for one in matrices if len(one.shape) == 2 and one.dtype == sampled.dtype), default=1)
     masks = [index for index, one in enumerate(trace.storages) if trace.op(one) == "aten.sparse_mask" and one.hidden]
     sizes = dict.fromkeys(masks, 0) | {masks[0]: 3 * sampled.num_bytes * width}
-    change = f"(left[rows] * right.T[columns]).sum(1) of the {sampled.shape[0]} nonzero elements instead of "
+    change = f"use (left[rows] * right.T[columns]).sum(1) of the {sampled.shape[0]} nonzero elements instead of "
     line = trace.source_line(sampled)
     where = f"torch.sparse.sampled_addmm at {file_and_line(line)}"
     yield Proposal(resize(trace, sizes), f"{change}{where}, whose backward makes the mask dense", source=line)

@@ -35,10 +35,10 @@ def propose(context: Context) -> Iterator[Proposal]:
         source_line = trace.source_at(source)
         line = file_and_line(source_line)
         how = "vmap of jvp (jacfwd has none)" if function == "jacfwd" else function
-        change = f"chunk_size={rows} in torch.func.{how} at {line}"
+        change = f"pass chunk_size={rows} to torch.func.{how} at {line}"
         if is_vectorized:
             setting = "is_grads_batched" if function == "autograd.grad" else "vectorize"
-            change = f"{setting}=False in torch.{function} at {line}, one row after another"
+            change = f"pass {setting}=False to torch.{function} at {line}: one row after another"
         yield Proposal(changed, f"{change}, which takes {num_rows} rows at once", source=source_line)
 
 

@@ -52,7 +52,7 @@ def propose_frozen(context: Context) -> Iterator[Proposal]:
     frozen_bytes = context.lifetimes.sum_bytes(context.lifetimes.at_peak.intersection(frozen))
     if not (trained or is_inference(trace)) or frozen_bytes < MIN_SHARE * context.ledger.peak_bytes:
         return
-    change = "the weights that are not trained in float16 (dtype=torch.float16 where they are loaded, or .half())"
+    change = "load the weights that are not trained in float16 (dtype=torch.float16, or .half())"
     yield Proposal(resize(trace, {index: trace.storages[index].num_bytes // 2 for index in frozen}), change)
 
 

@@ -141,7 +141,7 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
         return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
-        label = "the largest beside it: " if failed else "the largest at the peak: "
+        label = "largest beside it: " if failed else "largest tensors: "
         items = [
             *failed,
             *(make_item(Text(label).append(line)) for line in _list_largest(document, _list_others(document), 1)),
@@ -201,7 +201,7 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[R
     if explained_bytes < category_bytes / 2:
         tensors = [tensor for tensor in document.peak.tensors if tensor.category == category]
         for line in _list_largest(document, tensors, 1, with_category=False):
-            yield make_item(Text(f"{category}: {format_bytes(category_bytes)}; the largest: ").append(line))
+            yield make_item(Text(f"{category}, {format_bytes(category_bytes)}; largest: ").append(line))
 
 
 def _list_others(document: Report) -> list[LiveTensor]:
@@ -220,9 +220,8 @@ def _list_largest(
         if tensor.allocated_bytes > MIN_SHARE * document.peak.allocated_bytes:
             what = describe_tensor(tensor.shape, tensor.dtype)
             if tensor.count > 1:
-                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'tensors of {what}'}"
-            size = f"{unit.format(tensor.allocated_bytes)} {unit.name}"
-            text = Text(f"{size}, {what}, ")
+                what = f"{tensor.count:,} {'buffers' if what == A_BUFFER else f'x {what}'}"
+            text = Text(f"{what}, {unit.format(tensor.allocated_bytes)} {unit.name}: ")
             yield text.append(render_origin(tensor, with_category=with_category))
 
 
@@ -270,8 +269,10 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         fitting = [suggestion for suggestion in suggestions if suggestion.fits is not False]
         is_end = document.program is not None and document.program.ended == "refused"  # where little soon ends again
         most = max((one.num_bytes for one in fitting or suggestions), default=0) if is_end else 0
-        worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most]
-        best = sorted(worth, key=lambda suggestion: _is_marginal(document, suggestion))
+        # What takes away the cause itself comes first, however little that is.
+        own = {s.text for cause in list_causes(document) if cause.is_decisive for s in cause.suggestions}
+        worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most or one.text in own]
+        best = sorted(worth, key=lambda one: (one.text not in own, _is_marginal(document, one)))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))

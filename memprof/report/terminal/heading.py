@@ -54,7 +54,7 @@ _TEXT_BY_ENDING = {
     "timeout": "stopped by --timeout {begun}",
     "error": "failed by itself {begun}",
     "not simulated": "stopped where it cannot be simulated, {begun}",
-    "refused": "ended at the failed allocation: no figure here has what comes after it",
+    "refused": "stopped where memory ran out; what it does after that was not run",
     "another rank": "stopped with the other ranks, {begun}",
     "interrupted": "interrupted {begun}",
 }

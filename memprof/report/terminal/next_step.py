@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.comparison import Comparison
 
 MORE_STEPS = 20  # Steps to run for a script stopped earlier: enough to show whether memory grows.
-_FINDINGS_HELP = ("what each finding means", "memprof help findings")
-_FIXES_HELP = ("what each fix does and costs", "memprof help fixes")
-_RUN_HELP = ("how a script is run, and what may stop it", "memprof help run")
+_FINDINGS_HELP = ("read what each finding means", "memprof help findings")
+_FIXES_HELP = ("read what each fix does and costs", "memprof help fixes")
+_RUN_HELP = ("read how a script is run, and what may stop it", "memprof help run")
 HELP_STEPS = (_FINDINGS_HELP, _FIXES_HELP, _RUN_HELP)  # pages, which are nothing to do on a first screen
 _MAX_ROWS = 1000  # Value of --top: more rows than a comparison has.
 
@@ -54,23 +54,23 @@ def choose_step_after_analyze(document: Analysis, file: Path) -> tuple[str, str]
     """Return purpose and command line of a command to try after the analysis of `file`."""
     command = ["memprof", "analyze", str(file)]
     if any(device.what_if is not None for device in document.devices):
-        return "the sizes of the blocks", shlex.join([*command, "--by", "size"])
+        return "show the sizes of the blocks", shlex.join([*command, "--by", "size"])
     if document.ran_out:
         moment = next(device.moment.what for device in document.devices if device.ooms)
         if moment != "oom":
-            return "what was live when memory ran out", shlex.join([*command, "--at", "oom"])
+            return "show what was live when memory ran out", shlex.join([*command, "--at", "oom"])
     free_bytes = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
     if free_bytes and not any(device.state_only for device in document.devices):
-        purpose = "whether expandable segments would reserve less"
+        purpose = "try whether expandable segments would reserve less"
         return purpose, shlex.join([*command, "--alloc-conf", EXPANDABLE_SEGMENTS])
-    return "which modules hold it", shlex.join([*command, "--by", "module"])
+    return "show which modules hold it", shlex.join([*command, "--by", "module"])
 
 
 def choose_step_after_compare(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
     """Return purpose and command line of a command to try after a comparison; None if `files` agree or are unknown."""
     if document.within or not files:
         return None
-    return "every row that differs", shlex.join(
+    return "show every row that differs", shlex.join(
         ["memprof", "compare", *map(str, files), "--full", "--top", str(_MAX_ROWS)]
     )
 
@@ -78,19 +78,19 @@ def choose_step_after_compare(document: Comparison, files: tuple[Path, ...]) -> 
 def _choose_step_after_profile(document: Report, target: Target) -> tuple[str, str] | None:
     spec = target.asked
     if document.failure is not None:
-        return "what cannot be simulated", "memprof help limitations"
+        return "read what cannot be simulated", "memprof help limitations"
     if document.fits_in_memory is False:
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
-            return "the first row that fits, in full", fitting[0]
+            return "show the first row that fits in full", fitting[0]
         if document.ladder or spec.fixes:
             return _suggest_recommend(spec)
         return _describe_search(document), make_profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = [run.command for run in document.limit.runs if run.number == document.limit.largest]
-        return ("the report of the largest", largest[0]) if largest else None
+        return ("show the report of the largest", largest[0]) if largest else None
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
-        return "what it would do on other GPUs", "memprof help parallel"
-    return "the largest batch that fits", make_profile_command(spec, "--largest", "batch-size")
+        return "read how it runs on other GPUs", "memprof help parallel"
+    return "find the largest batch that fits", make_profile_command(spec, "--largest", "batch-size")
 
 
 # Fields of a run's spec that are options of `memprof recommend`.
@@ -112,7 +112,7 @@ def _suggest_recommend(spec: TargetSpec) -> tuple[str, str]:
     covered_spec = TargetSpec(**{name: getattr(spec, name) for name in _RECOMMEND_FIELDS})
     if covered_spec != spec.edit(**{name: getattr(covered_spec, name) for name in _SEARCHED_FIELDS}):
         return _FIXES_HELP
-    purpose = "what would fit this GPU, or how many of them it takes"
+    purpose = "find what fits this GPU, or how many of them it takes"
     return purpose, shlex.join(["memprof", "recommend", *format_options(covered_spec)])
 
 
@@ -135,8 +135,8 @@ def _describe_search(document: Report) -> str:
     """Return the purpose of `--fix auto`, which may find nothing where no suggestion makes the run fit."""
     suggestions = [suggestion for finding in document.findings for suggestion in finding.suggestions]
     if suggestions and not any(suggestion.fits for suggestion in suggestions):
-        return "whether any --fix options together make it fit"
-    return "the cheapest --fix options with which it fits"
+        return "try combinations of --fix options"
+    return "find the cheapest set of --fix options that fits"
 
 
 def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str, str] | None:
@@ -150,19 +150,19 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
 
     if document.failure is not None:
         if document.failure.kind in (FailureKind.REFUSED, *NOT_SIMULATED):
-            return "what cannot be simulated", "memprof help limitations"
+            return "read what cannot be simulated", "memprof help limitations"
         return _RUN_HELP
     if document.verdict.fits is None and is_single:
-        return "the whole script", run(until_exit=True, steps=None, timeout=None)
+        return "run the whole script", run(until_exit=True, steps=None, timeout=None)
     if is_single and document.patch is None and not (document.ladder or program.fixes) and _has_local_fix(document):
         edits = [one for one in document.findings if one.edit is not None and one.is_decisive]
-        return f"{'these changes' if len(edits) > 1 else 'this change'} as a diff", run("--suggest-patch")
+        return f"write {'these changes' if len(edits) > 1 else 'this change'} as a diff", run("--suggest-patch")
     growth = document.verdict.growth
     if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
-        return "where it runs out", run(until_exit=True, steps=None, timeout=None)
+        return "run it until memory runs out", run(until_exit=True, steps=None, timeout=None)
     if document.fits_in_memory is False and is_single:
         if fitting := [row.command for row in document.ladder if row.fits and row.fixes]:
-            return "the first row that fits, in full", fitting[0]
+            return "show the first row that fits in full", fitting[0]
         if not document.ladder and not program.fixes:
             causes = [finding for finding in document.findings if finding.is_decisive]
             options = {one.fix.partition("=")[0] for cause in causes for one in cause.suggestions if one.fix}
@@ -174,13 +174,13 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
             return _FIXES_HELP if suggested else _FINDINGS_HELP
     if document.fits_in_memory is False:
         return _FIXES_HELP
-    evaluation = program.misses_evaluation, "whether its evaluation fits too"
+    evaluation = program.misses_evaluation, "check that its evaluation fits too"
     unseen = (
-        (program.misses_calls, "whether all of these calls fit"),
+        (program.misses_calls, "check that all of these calls fit"),
         evaluation,
-        (program.misses_unfreezing, "whether it fits with these parameters"),
-        (program.misses_model, "whether the next model fits too"),
-        (program.idle_optimizers, "whether the steps of the other optimizer fit too"),
+        (program.misses_unfreezing, "check that it fits with these parameters"),
+        (program.misses_model, "check that the next model fits too"),
+        (program.idle_optimizers, "check that the steps of the other optimizer fit too"),
     )
     purpose = next((purpose for is_missed, purpose in unseen if is_missed), None)
     if is_single and purpose is not None and (program.planned_steps or 0) <= MAX_STEPS:
@@ -190,9 +190,9 @@ def _choose_step_after_run(document: Report, program: ProgramFacts) -> tuple[str
         return evaluation[1], run(steps=(program.evaluation_step or 0) + 1, timeout=None)
     if is_single and has_unseen_batches(document):
         if program.planned_steps is not None and program.planned_steps <= MAX_STEPS:
-            return "whether all of its steps fit", run(until_exit=True, steps=None, timeout=None)
+            return "check that all of its steps fit", run(until_exit=True, steps=None, timeout=None)
         if not spec.worst_batch:
-            return "what the largest batch needs", run(worst_batch=True)
+            return "find what the largest batch needs", run(worst_batch=True)
     if is_single and program.ended == "steps" and program.steps < MORE_STEPS:
-        return "whether later steps take more", run(steps=MORE_STEPS)
+        return "check whether later steps need more", run(steps=MORE_STEPS)
     return _FINDINGS_HELP if document.findings else None

@@ -71,7 +71,7 @@ def _name_kept(document: Report) -> str:
     largest = max(kept, key=lambda tensor: tensor.allocated_bytes, default=None)
     if largest is None or not largest.source:
         return Category.KEPT.value
-    return f"kept, made at {short_source(largest.source).rpartition('/')[2]}"
+    return f"{Category.KEPT.value}, {short_source(largest.source).rpartition('/')[2]}"
 
 
 def _is_failed_included(document: Report) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.ledger.stages import EVALUATION_PREFIX, describe_name, format_stage
+from memprof.ledger.stages import EVALUATION_PREFIX, SETUP, describe_name, format_stage
 from memprof.report.documents.report import Report
 
 
@@ -10,7 +10,10 @@ def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
     """Return a stage as text, such as "code outside modules of step 2" or "layer 3 of the evaluation"."""
     if name.startswith(EVALUATION_PREFIX):
         return f"{describe_name(name.removeprefix(EVALUATION_PREFIX))} of the evaluation"
-    return format_stage(describe_name(name), step, micro_batch)
+    plain_name = describe_name(name)
+    if plain_name == SETUP and step:  # a model that is built between steps
+        return f"{SETUP} before step {step}"
+    return format_stage(plain_name, step, micro_batch)
 
 
 def describe_moment(document: Report, stage: str, step: int) -> str:

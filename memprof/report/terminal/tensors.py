@@ -28,8 +28,9 @@ def merge_equal_tensors(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
 def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: bool = True) -> Text:
     """Return the origin of a tensor: category, name or module, operator, and source line; shorter `in_table`."""
     owner = tensor.name or (tensor.module or "").lstrip("*.")  # numbers at its begin, of several modules, say nothing
-    words = [tensor.category if with_category else "", f"{'of module ' * owner.isdecimal()}{owner}"]
-    text = Text(" ".join(filter(None, words)))
+    owner = f"{'module ' * owner.isdecimal()}{owner}"
+    of = " " if tensor.name else " of "
+    text = Text(of.join(filter(None, [tensor.category if with_category else "", owner])))
     operator = name_operator(tensor.op)
     if tensor.source and not tensor.name:
         line, space = short_source(tensor.source), " " * bool(operator)

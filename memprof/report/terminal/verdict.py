@@ -208,13 +208,13 @@ def _describe_need(document: Report) -> str:
     if added is None:
         return f"{format_bytes(required_bytes)} {describe_added_memory(document.device)}"
     tensors = choose_unit(required_bytes).format(document.peak.allocated_bytes)
-    return f"{format_bytes(required_bytes)} ({tensors} of tensors, {added})"
+    return f"{format_bytes(required_bytes)} ({', '.join(filter(None, (f'{tensors} of tensors', added)))})"
 
 
 def describe_sum(document: Report) -> str:
     """Return what makes the tensors at the peak the need of a run that does not fit, whose short verdict lacks it."""
     added = None if document.verdict.oom_stage is None else _describe_added(document)
-    return "" if added is None else f"and {added}: {format_bytes(document.verdict.required_bytes)} in all"
+    return f"and {added}: {format_bytes(document.verdict.required_bytes)} in all" if added else ""
 
 
 def _describe_added(document: Report) -> str | None:
@@ -225,8 +225,11 @@ def _describe_added(document: Report) -> str | None:
     cached_bytes = required_bytes - context_bytes - peak.allocated_bytes
     if cached_bytes < 0 or document.gpus or document.ranks:
         return None
-    cached, context = map(choose_unit(required_bytes).format, (cached_bytes, context_bytes))
-    return f"{cached} cached" + f", {context} of CUDA context" * document.device.has_cuda_context
+    unit = choose_unit(required_bytes)
+    cached, context = map(unit.format, (cached_bytes, context_bytes))
+    parts = [f"{cached} cached"] * (cached != unit.format(0))
+    parts += [f"{context} of CUDA context"] * document.device.has_cuda_context
+    return ", ".join(parts)
 
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:

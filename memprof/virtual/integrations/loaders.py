@@ -14,16 +14,19 @@ import functools
 import itertools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from memprof.patching import Extension, Patch, PatchSet
 from memprof.torch_private import loaders
+from memprof.trace.events import NONE, BatchLoader, is_own_source
 from memprof.virtual.install_context import InstallContext
 from memprof.virtual.limits import HostOnlyMode
+from memprof.watch.recorder import Recorder
 
 # Containers of a dataset up to this length may be state and are copied for each worker. Longer ones are data.
 _MAX_COPIED_ELEMENTS = 1 << 16
@@ -37,7 +40,7 @@ class Loaders(Extension):
     """Patches by which data loaders start no processes and no threads."""
 
     def patches(self, context: InstallContext) -> Iterator[Patch]:
-        """Yield the patch of torch's iterator over the batches of worker processes."""
+        """Yield patches of torch's iterator over the batches of worker processes, and of loaders, to record them."""
 
         class InProcessIterator(_InProcessIterator):
             host_only = HostOnlyMode(context.is_on_gpu)
@@ -47,6 +50,7 @@ class Loaders(Extension):
                 super().__init__(loader)
 
         yield loaders.MultiProcessingDataLoaderIter.patch(InProcessIterator)
+        yield from _record_loaders(context.recorder)
 
     @contextlib.contextmanager
     def around(self, context: InstallContext) -> Iterator[None]:
@@ -66,6 +70,28 @@ class Loaders(Extension):
             yield
         finally:
             functions[torch.Tensor] = original
+
+
+def _record_loaders(recorder: Recorder) -> Iterator[Patch]:
+    """Yield the patches that record each loader that is iterated over, with the line that made it."""
+    init, iterate = DataLoader.__init__, DataLoader.__iter__
+    lines: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(init)
+    def init_and_record(loader: Any, *args: Any, **kwargs: Any) -> None:
+        init(loader, *args, **kwargs)
+        lines[loader] = recorder.attribution.find_caller_line()
+
+    @functools.wraps(iterate)
+    def record_and_iterate(loader: Any) -> Any:
+        trace, source, size = recorder.trace, lines.get(loader, NONE), loader.batch_size
+        if size is not None and source != NONE and is_own_source(trace.sources[source]):
+            entry = BatchLoader(size, source)
+            trace.loaders += [entry] if trace.loaders[-1:] != [entry] else []
+        return iterate(loader)
+
+    yield DataLoader, "__init__", init_and_record
+    yield DataLoader, "__iter__", record_and_iterate
 
 
 class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 # resolved: a smaller max_batch_size.
 # run: --gpu rtx-3090
 # first: does-not-fit
-# fix: a smaller batch or length
+# fix: reduce the first dimension (batch or length)
 from dataclasses import dataclass
 
 import torch

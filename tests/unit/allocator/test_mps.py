@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from memprof.allocator.config import AllocatorConfig, config_from_environment
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.mps import MpsAllocator, compute_heap_size
+from memprof.allocator.replay import GpuMemory
 from memprof.errors import UsageError
 from memprof.trace.snapshot import BlockState
 
@@ -120,6 +121,11 @@ def test_at_the_limit_the_cache_is_released_first():
     allocator.free(allocator.malloc(MIB))  # in the other pool, which only the last attempt releases
     assert allocator.malloc(GIB).size == GIB
     assert (allocator.counters.reserved_bytes, allocator.statistics.num_alloc_retries) == (5 * GIB, 1)
+
+
+@pytest.mark.parametrize(("backend", "largest"), [("mps", 6 * GIB), ("cuda", None), ("hip", None)])
+def test_only_metal_has_a_largest_buffer(backend, largest):
+    assert GpuMemory(8 * GIB, 0, backend=backend).max_buffer_bytes == largest
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memprof.findings.proposals import host_memory
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import MovedModel, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -55,6 +55,20 @@ def test_by_its_use(change: dict[str, Any], is_told: bool) -> None:
 @pytest.mark.parametrize(("rows", "is_told"), [(63, False), (64, True), (65, True)])
 def test_it_has_64_rows(rows: int, is_told: bool) -> None:
     assert bool(list(host_memory.propose_data(steps_on(rows).context()))) == is_told
+
+
+@pytest.mark.parametrize(
+    ("is_moving", "is_failed", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_a_parameter_that_is_moved_is_no_data(is_moving: bool, is_failed: bool, is_told: bool) -> None:
+    """Memory runs out with it, or with a small one."""
+    b = TraceBuilder(PhaseKind.OTHER)
+    b.new(4096, 1024, op="aten._to_copy", line="train.py:1 main")
+    if not is_failed:
+        b.new(1024, 1024, op="aten._to_copy", line="train.py:2 main")
+    b.trace.ended_out_of_memory = True
+    b.trace.moved_model = MovedModel("Net", 1, 1, "float32") if is_moving else None
+    assert bool(list(host_memory.propose_data(b.context((8 if is_failed else 18) * MIB)))) == is_told
 
 
 @pytest.mark.parametrize(("other_rows", "is_told"), [(299, True), (301, False)])

@@ -48,7 +48,7 @@ def propose(
 def test_the_graph_of_the_generator_is_freed() -> None:
     (proposal,) = propose()
     assert proposal.change == (
-        ".detach() of what `Generator` returns, for the call at gan.py:9: training `Critic` needs no graph of it"
+        "call .detach() on what `Generator` returns, for the call at gan.py:9: training `Critic` needs no graph of it"
     )
     assert proposal.source == "gan.py:9 train"
     assert compute_allocated_peak(proposal.trace) == (2 + 5 + 42) * MIB  # while the generator runs

@@ -109,7 +109,7 @@ def test_a_call_of_no_grad_that_is_no_block() -> None:
     lines, first = inspect.getsourcelines(without_with)
     line = first + next(number for number, line in enumerate(lines) if "# alone" in line)
     assert f"(it does nothing at findings/test_evaluation.py:{line} without `with`)" in finding.title
-    assert finding.evidence[-1].text.startswith(f"fix at findings/test_evaluation.py:{line}: `with torch.no_grad():`")
+    assert finding.evidence[-1].text.startswith(f"fix at findings/test_evaluation.py:{line}: put the calls under")
 
 
 def test_the_data_loader_says_how_many_there_are() -> None:

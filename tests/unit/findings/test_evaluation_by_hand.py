@@ -171,14 +171,17 @@ def test_says_whether_the_run_fits_with_outputs_in_host_memory(op: str) -> None:
 
 
 @pytest.mark.parametrize("larger", [0, 1])
-def test_of_several_loops_that_which_leaves_most_is_told(larger: int) -> None:
+def test_what_several_loops_leave_is_added_up(larger: int) -> None:
+    """As evaluations of several epochs do, into one list."""
     b = EvaluationBuilder(PhaseKind.FORWARD)
     for loop in range(2):
         for _ in range(5):
             b.call((4 if loop == larger else 2) * MIB)
         b.phase(PhaseKind.BACKWARD)
         b.phase(PhaseKind.FORWARD)
-    assert only(evaluation_accumulates.find(b.context())).num_bytes == 20 * MIB
+    finding = only(evaluation_accumulates.find(b.context()))
+    assert finding.num_bytes == 30 * MIB
+    assert "of 10 calls of" in finding.title and "4.00 MiB a call, 30.00 MiB after" in finding.title
 
 
 def test_the_edit_is_of_the_holder_with_most_a_call() -> None:

@@ -34,7 +34,8 @@ def proposals(
 def test_what_is_as_long_as_the_input_shrinks() -> None:
     (proposal,) = proposals((1, 64, LENGTH), (1, 64, LENGTH // 4))
     assert (
-        proposal.change == "the input [1 x 1048576] of length 1,048,576 in parts of at most 524,288, one after another"
+        proposal.change
+        == "process the input [1 x 1048576] of length 1,048,576 in parts of at most 524,288, one after another"
     )
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes[-3:] == [4 * LENGTH, 64 * 4 * LENGTH // 2, 64 * LENGTH // 2]

@@ -86,6 +86,31 @@ def test_a_model_that_was_being_moved(usable_mib: int, is_cause: bool) -> None:
     assert titles == [expected] * is_cause
 
 
+@pytest.mark.parametrize(
+    ("num_mib", "usable_mib", "line", "is_named", "has_fix"),
+    [
+        (149, 290, "net.py:3 __init__", False, False),
+        (150, 290, "net.py:3 __init__", True, False),
+        (200, 199, "net.py:3 __init__", True, True),
+        (200, 200, "net.py:3 __init__", True, False),  # others make the model too large
+        (200, 199, "/lib/site-packages/net.py:3 __init__", True, False),
+    ],
+)
+def test_a_parameter_with_half_of_the_bytes_is_named(
+    num_mib: int, usable_mib: int, line: str, is_named: bool, has_fix: bool
+) -> None:
+    b = TraceBuilder()
+    b.parameter("small", 10, MIB)
+    b.new(num_mib, 1 << 18, line=line)
+    b.trace.ended_out_of_memory = True
+    b.trace.moved_model = MovedModel("Net", 1, 300 * MIB, "float32", "fc1.weight", (num_mib, 1 << 18), num_mib * MIB)
+    (finding,) = found(b, usable_mib)
+    assert (f"`fc1.weight` [{num_mib} x 262144], made at net.py:3" in finding.title) == (is_named and "lib" not in line)
+    assert ("`fc1.weight`" in finding.title) == is_named
+    assert [one.source for one in finding.evidence] == [line] * has_fix
+    assert all("make `fc1.weight` smaller" in one.text for one in finding.evidence)
+
+
 def test_of_several_optimizers_the_least_step_counts() -> None:
     """One that never steps may be there for nothing: 30 MiB of parameters with two states, and 70 MiB with none."""
     b = training(30, 70)

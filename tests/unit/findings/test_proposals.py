@@ -41,7 +41,7 @@ def context(trace: Trace, usable_gib: float) -> Context:
 
 def label(suggestion: Suggestion) -> str:
     """A fix, or the first words of what is to be changed in the program."""
-    return suggestion.fix or " ".join(suggestion.text.split()[:3])
+    return suggestion.fix or " ".join(suggestion.text.split()[:4])
 
 
 fused = partial(torch.optim.AdamW, fused=True)
@@ -51,11 +51,11 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "convolutions": (
         programs.convnet,
         5,
-        ["batches of 128", "activation-checkpointing", "amp-bfloat16"],
+        ["use batches of 128", "activation-checkpointing", "amp-bfloat16"],
         {
             "activation-checkpointing": partial(programs.convnet, "activation-checkpointing"),
             "amp-bfloat16": partial(programs.convnet, "amp-bfloat16"),
-            "batches of 128": partial(programs.convnet, parts=2),
+            "use batches of 128": partial(programs.convnet, parts=2),
         },
     ),
     "words": (
@@ -70,15 +70,15 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "words, with a loss of the program's own": (
         partial(programs.language_model, outside=True),
         10,
-        ["the loss of", "micro-batch=16"],
+        ["compute the loss in", "micro-batch=16"],
         {},
     ),
     "scores": (
         partial(programs.language_model, eager=True, rows=8, layers=24),
         12,
-        ["scaled_dot_product_attention instead of", "chunked-loss"],
+        ["use scaled_dot_product_attention instead of", "chunked-loss"],
         {
-            "scaled_dot_product_attention instead of": partial(programs.language_model, rows=8, layers=24),
+            "use scaled_dot_product_attention instead of": partial(programs.language_model, rows=8, layers=24),
             "chunked-loss": partial(programs.language_model, "chunked-loss", eager=True, rows=8, layers=24),
         },
     ),
@@ -109,69 +109,69 @@ CASES: dict[str, tuple[Program, float, list[str], dict[str, Program]]] = {
     "state of more than the GPU can ever hold": (
         programs.wide_layers,
         5,
-        ["cpu-offload-optimizer and bfloat16", "cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
+        ["cpu-offload-optimizer and bfloat16 together:", "cpu-offload-optimizer", "bfloat16", "8-bit-optimizer"],
         {"bfloat16": partial(programs.wide_layers, dtype="bfloat16")},
     ),
     "a history": (
         programs.lbfgs,
         9,
-        ["history_size=10 in torch.optim.LBFGS,", "bfloat16"],
-        {"history_size=10 in torch.optim.LBFGS,": partial(programs.lbfgs, 10)},
+        ["set history_size=10 in torch.optim.LBFGS,", "bfloat16"],
+        {"set history_size=10 in torch.optim.LBFGS,": partial(programs.lbfgs, 10)},
     ),
     "a table": (
         programs.table_of_items,
         15,
-        ["nn.Embedding(..., sparse=True) for", "8-bit-optimizer", "cpu-offload-optimizer"],
-        {"nn.Embedding(..., sparse=True) for": partial(programs.table_of_items, programs.sparse_adam)},
+        ["use nn.Embedding(..., sparse=True) for", "8-bit-optimizer", "cpu-offload-optimizer"],
+        {"use nn.Embedding(..., sparse=True) for": partial(programs.table_of_items, programs.sparse_adam)},
     ),
     "points": (
         programs.point_cloud,
         31,
-        ["in chunks of"],
-        {"in chunks of": partial(programs.point_cloud, 1024)},
+        ["compute in chunks of"],
+        {"compute in chunks of": partial(programs.point_cloud, 1024)},
     ),
     "pairs of a batch": (
         programs.contrastive,
         15,
-        ["in chunks of"],
-        {"in chunks of": partial(programs.contrastive, 8192)},
+        ["compute in chunks of"],
+        {"compute in chunks of": partial(programs.contrastive, 8192)},
     ),
     "a kernel": (
         programs.kernel_matrix,
         20,
-        ["in chunks of"],
-        {"in chunks of": partial(programs.kernel_matrix, 6667)},
+        ["compute in chunks of"],
+        {"compute in chunks of": partial(programs.kernel_matrix, 6667)},
     ),
     "gradients of samples": (
         programs.gradients_of_samples,
         10,
-        ["chunk_size=1024 in torch.func.vmap", "amp-bfloat16"],
-        {"chunk_size=1024 in torch.func.vmap": partial(programs.gradients_of_samples, 1024)},
+        ["pass chunk_size=1024 to torch.func.vmap", "amp-bfloat16"],
+        {"pass chunk_size=1024 to torch.func.vmap": partial(programs.gradients_of_samples, 1024)},
     ),
     "a Jacobian": (
         programs.jacobian,
         39,
-        ["chunk_size=500 in torch.func.jacrev"],
-        {"chunk_size=500 in torch.func.jacrev": partial(programs.jacobian, 500)},
+        ["pass chunk_size=500 to torch.func.jacrev"],
+        {"pass chunk_size=500 to torch.func.jacrev": partial(programs.jacobian, 500)},
     ),
     "a Jacobian of forward mode": (
         programs.forward_jacobian,
         8,
-        ["chunk_size=750 in torch.func.vmap"],
-        {"chunk_size=750 in torch.func.vmap": partial(programs.forward_jacobian, 750)},
+        ["pass chunk_size=750 to torch.func.vmap"],
+        {"pass chunk_size=750 to torch.func.vmap": partial(programs.forward_jacobian, 750)},
     ),
     "a gradient of torch.func": (
         programs.slope_of_waves,
         11,
-        ["torch.autograd.grad instead of"],
-        {"torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
+        ["use torch.autograd.grad instead of"],
+        {"use torch.autograd.grad instead of": partial(programs.slope_of_waves, autograd=True)},
     ),
-    "a sparse matrix": (programs.sparse_graph, 23, ["a CSR matrix,"], {}),
+    "a sparse matrix": (programs.sparse_graph, 23, ["use a CSR matrix,"], {}),
     "calls of a cell": (
         programs.recurrence,
         1,
-        ["shorter sequences: parts", "micro-batch=1024", "amp-bfloat16"],
-        {"shorter sequences: parts": partial(programs.recurrence, 8)},
+        ["train on shorter sequences:", "micro-batch=1024", "amp-bfloat16"],
+        {"train on shorter sequences:": partial(programs.recurrence, 8)},
     ),
 }
 
@@ -189,7 +189,11 @@ def test_what_is_suggested(name: str) -> None:
     assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
 
 
-SHOWN = (("words", "chunked-loss"), ("scores", "scaled_dot_product_attention instead of"), ("points", "in chunks of"))
+SHOWN = (
+    ("words", "chunked-loss"),
+    ("scores", "use scaled_dot_product_attention instead of"),
+    ("points", "compute in chunks of"),
+)
 
 
 @pytest.mark.parametrize(

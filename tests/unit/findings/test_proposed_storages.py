@@ -190,7 +190,7 @@ def test_a_call_for_one_row_has_no_chunks(rows: int, num_rows: int, is_told: boo
     b.trace.vmaps.append(VmapCall(begin, len(b.trace.events), rows, "jacfwd", len(b.trace.sources) - 1))
     found = list(vmap.propose(b.context()))
     assert [one.change for one in found] == [
-        f"chunk_size={num_rows} in torch.func.vmap of jvp (jacfwd has none) at train.py:7, "
+        f"pass chunk_size={num_rows} to torch.func.vmap of jvp (jacfwd has none) at train.py:7, "
         f"which takes {rows} rows at once"
     ] * is_told
 
@@ -311,8 +311,11 @@ def test_buffers_between_parameters_are_of_layers(mib: int, is_told: bool) -> No
     found = list(host_memory.propose(b.context()))
     assert bool(found) == is_told
     if is_told:
-        shape, start = f"[8 x {mib * MIB // 32}]", "a smaller batch or length of what each layer has"
-        assert found[0].change == f"{start}, {shape} at a.py:1 and alike: 1 instead of 8 in front"
+        shape, start = (
+            f"[8 x {mib * MIB // 32}]",
+            "reduce the first dimension (batch or length) of the buffer of each layer",
+        )
+        assert found[0].change == f"{start}, {shape} at a.py:1: 1 instead of 8"
         assert {found[0].trace.storages[index].num_bytes for index in made} == {mib * MIB // 32}
 
 
@@ -324,7 +327,9 @@ def test_buffers_of_one_line_are_one() -> None:
     ]
     found = only(host_memory.propose(b.context()))
     assert [found.trace.storages[index].num_bytes // MIB for index in made] == [10, 0, 0]
-    assert found.change == f'[{30 * MIB}] at a.py:2 in host memory (device="cpu"), copied in parts'
+    assert (
+        found.change == f'create [{30 * MIB}] at a.py:2 in host memory (device="cpu"), and copy parts of it to the GPU'
+    )
 
 
 @pytest.mark.parametrize(("num_gpus", "rows", "is_told"), [(2, 16, True), (1, 16, False), (2, 15, False)])

@@ -38,7 +38,7 @@ def test_copies_that_a_view_would_be(repeat: Callable[[torch.Tensor], torch.Tens
 def test_one_for_which_there_is_no_memory() -> None:
     context = run_out_of_memory(lambda: torch.zeros(MASK, MASK, device="cuda").repeat(512, 1, 1), 400 * MIB)
     (proposal,) = repeats.propose(context)
-    assert proposal.change.startswith("expand() instead of repeat() at findings/test_repeats.py:")
+    assert proposal.change.startswith("use expand() instead of repeat() at findings/test_repeats.py:")
     assert proposal.trace.storages[context.ledger.trace.repeats[0]].num_bytes == 0
 
 

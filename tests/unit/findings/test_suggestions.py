@@ -229,7 +229,7 @@ def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
     b.trace.ended_out_of_memory = True
     first, second = suggest(b.context(700 * MIB))
     assert first.text.endswith("needs at least 400.00 MiB instead of 1,000.00 MiB")
-    assert second.text.endswith("needs at least 900.00 MiB instead of 1,000.00 MiB, and does not fit yet")
+    assert second.text.endswith("needs at least 900.00 MiB instead of 1,000.00 MiB; still does not fit")
 
 
 def test_what_needs_more_than_the_run_did_where_it_ended_is_told_alone(alone: None) -> None:
@@ -271,7 +271,7 @@ def test_the_first_step_of_an_optimizer_has_to_fit_too(alone: None, usable_mib: 
     b.trace.ended_out_of_memory = True
     b.trace.first_steps = [FirstStep((parameter,), (NONE,), (2,))]
     (found,) = suggest(b.context(usable_mib * MIB))
-    rest = "" if fits else ", and 400.00 MiB in the first optimizer step, which does not fit yet"
+    rest = "" if fits else ", and 400.00 MiB in the first optimizer step, which does not fit"
     assert found.text.endswith(f" MiB{rest}") and found.fits is fits
 
 
@@ -374,6 +374,16 @@ def test_a_suggestion_has_its_fix_with_its_value_or_a_change_of_the_program(alon
     assert list_fix_names(found) == ("micro-batch", "micro-batch")
 
 
+def test_of_changes_of_one_line_with_one_effect_the_first_is_told(alone: None) -> None:
+    lines = "a.py:1 f", "a.py:1 f", "a.py:2 f", "a.py:1 f", None, None
+    for order, (line, mib) in enumerate(zip(lines, (0, 0, 0, 100, 0, 0), strict=True)):
+        offer(order, 0, mib * MIB, change=f"change {order}", source=line)
+    assert texts(suggest(two_tensors().context(650 * MIB, spec=SPEC))) == ["change 0", "change 2", "change 3"]
+    for order in (0, 2, 3):
+        del PROPOSAL_RULES[order]
+    assert texts(suggest(two_tensors().context(650 * MIB, spec=SPEC))) == ["change 1", "change 4", "change 5"]
+
+
 @pytest.mark.parametrize("name", ["compile", "micro-batch", "bfloat16", "8-bit-optimizer", "cpu-offload-optimizer"])
 def test_of_a_script_a_fix_that_no_option_makes_is_told_as_code(alone: None, name: str) -> None:
     shrink(1, 0, 0, fix=name)
@@ -385,13 +395,13 @@ def test_of_a_script_a_fix_that_no_option_makes_is_told_as_code(alone: None, nam
 def test_code_for_a_fix_has_its_value(alone: None) -> None:
     offer(1, 0, 0, value=4)
     (found,) = suggest(two_tensors().context(450 * MIB))
-    assert "micro-batches of size 4" in found.text and found.fix == "micro-batch=4"
+    assert "micro-batches of 4" in found.text and found.fix == "micro-batch=4"
 
 
 def test_what_saves_enough_and_does_not_fit_says_so(alone: None) -> None:
     shrink(1, 0, 400 * MIB)
     (found,) = suggest(two_tensors().context(700 * MIB))
-    assert found.text == "number 1: needs 800.00 MiB instead of 1,000.00 MiB, and does not fit yet"
+    assert found.text == "number 1: needs 800.00 MiB instead of 1,000.00 MiB; still does not fit"
     (found,) = suggest(two_tensors().context(2000 * MIB))
     assert found.text == "number 1: needs 800.00 MiB instead of 1,000.00 MiB" and found.fits
     (found,) = suggest(two_tensors().context())
@@ -494,7 +504,7 @@ def test_a_new_file_is_a_new_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (350, 980, True, True),  # 250 MiB of 1000
         (352, 980, True, False),
         (598, 999, False, True),
-        (598, 997, False, False),  # does not fit yet
+        (598, 997, False, False),  # still does not fit
         (598, 1001, False, False),  # fits as it is
     ],
 )

@@ -56,12 +56,12 @@ def test_what_is_freed_and_what_to_change() -> None:
     finding = only(find(program(saved_bytes=256 * MIB).context()))
     assert finding.num_bytes == 384 * MIB
     assert (
-        "1 parameter of Target, called at train.py:5, that no optimizer updates" in finding.title
+        "1 parameter of Target, called at train.py:5, gets a gradient that no optimizer uses (" in finding.title
         and "128.00 MiB" in finding.title
     )
     assert "33% (384.00 MiB) lower" in finding.title
     fix, effect, gradient, saved = finding.evidence
-    assert "torch.no_grad() at train.py:5, or requires_grad_(False) on `head`;" in fix.text
+    assert "torch.no_grad() at train.py:5, or call requires_grad_(False) on `head`;" in fix.text
     assert effect.text == "the run reserves 768.00 MiB instead of 1.12 GiB"
     assert gradient.text.startswith("gradient: [134217728]") and saved.text.startswith("saved: [268435456]")
     assert finding.edit == Edit(EditKind.NO_GRADIENTS, CALL) and not finding.is_decisive
@@ -73,7 +73,7 @@ def test_a_call_that_leads_to_a_trained_parameter_is_no_call_for_no_grad() -> No
     b = program(saved_bytes=256 * MIB)
     b.trace.untrained_spans = [span._replace(end=span.end - 1) for span in b.trace.untrained_spans]
     finding = only(find(b.context()))
-    assert finding.evidence[0].text.startswith("fix: requires_grad_(False) on `head`, where the model is built;")
+    assert finding.evidence[0].text.startswith("fix: call requires_grad_(False) on `head`, where the model is built;")
     assert finding.edit is None and finding.evidence[0].source is None
 
 

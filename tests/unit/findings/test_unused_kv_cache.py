@@ -68,4 +68,4 @@ def test_what_is_no_finding(context: Context) -> None:
 
 def test_of_one_call_nobody_knows() -> None:
     (proposal,) = kv_cache.propose(calls(1))
-    assert proposal.change == "use_cache=False in the call at score.py:9, if no later call is to use the KV cache"
+    assert proposal.change == "pass use_cache=False in the call at score.py:9, if no later call is to use the KV cache"

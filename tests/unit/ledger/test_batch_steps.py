@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.allocator import parse_config, parse_release, replay_in_host_memory, replay_on_gpu
-from memprof.ledger.batches import BatchStep, ReservedOverSteps, build_batches
+from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches, may_be_larger
 from memprof.ledger.steps import list_training_steps
 from memprof.spec import TargetSpec
 from memprof.trace.events import CPU, PhaseKind
@@ -32,6 +32,22 @@ def batches_of(b: TraceBuilder, conf: str = "", release: str = "2.13"):
     run = replay_on_gpu(b.trace, None, parse_config(conf), parse_release(release))
     allocated = run.timeline.allocated
     return build_batches(run, allocated, list_training_steps(b.trace, allocated))
+
+
+@pytest.mark.parametrize(
+    ("peaks", "is_told"),
+    [
+        ((900, 1000, 950, 960), True),
+        ((900, 1000, 951, 960), False),  # less than 5% of the highest
+        ((900, 1000, 1000, 950, 950), False),  # half of the steps are like others
+        ((900, 1000, 1000, 950), True),
+        ((100, 1000, 1000, 1000), False),  # the first has no optimizer state
+    ],
+)
+def test_batches_whose_peaks_differ_may_be_larger_later(peaks: tuple[int, ...], is_told: bool) -> None:
+    steps = tuple(BatchStep(number, None, peak, peak, 0) for number, peak in enumerate(peaks, 1))
+    assert may_be_larger(Batches(None, None, None, steps, ())) == is_told
+    assert not may_be_larger(Batches("alpaca", 100.0, 512, steps, ()))
 
 
 def test_each_step_and_each_setting() -> None:

@@ -27,7 +27,14 @@ def count_to_come(text: str, stop: int) -> int | None:
     text = textwrap.dedent(text)
     name = "a program with loops"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    names = {"step": step, "loader": [0] * 40, "generate": int, "log": int, "unknown": lambda: iter([0] * 40)}
+    names = {
+        "step": step,
+        "loader": [0] * 40,
+        "generate": int,
+        "log": int,
+        "images": [],
+        "unknown": lambda: iter([0] * 40),
+    }
 
     def run() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -51,6 +58,7 @@ def count_to_come(text: str, stop: int) -> int | None:
         ("while True:\n  step()", 70, 1),
         ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    generate()", 8, 83),
         ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    log()", 8, 993),
+        ("for batch in range(1000):\n  step()\n  if batch % 90 == 0:\n    images.append(1)", 8, 263),
         # Two optimizers: twice as many steps as rounds; estimated in step 32, of round 16, from step 1 on.
         ("for batch in range(100):\n  step()\n  step()", 60, 32 + 174 - 60 + 1),
     ],

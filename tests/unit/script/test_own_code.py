@@ -36,6 +36,9 @@ def frame_of(file: Path, text: str) -> FrameType:
     ("line", "evaluates"),
     [
         ("model.eval()", True),
+        ("if done: model.module.eval()", True),
+        ("self.vgg = vgg19().features[:36].eval()", False),  # frozen from the beginning
+        ("# model.eval()", False),
         ("trainer.evaluate()", True),
         ("validate(model, loader)", True),
         ("run_validation(model)", True),
@@ -54,7 +57,7 @@ def frame_of(file: Path, text: str) -> FrameType:
     ],
 )
 def test_calls_that_evaluate(tmp_path: Path, line: str, evaluates: bool) -> None:
-    assert has_evaluation(frame_of(tmp_path / "train.py", f"stop()\n# {line}\n")) == evaluates
+    assert has_evaluation(frame_of(tmp_path / "train.py", f"stop()\n'''\n{line}\n'''\n")) == evaluates
 
 
 def test_modules_of_the_program_are_looked_at_and_others_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from memprof.run_spec import RunSpec
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
+    BatchLoader,
     Caller,
     CheckpointedLine,
     DeviceMismatch,
@@ -72,6 +73,7 @@ def sample() -> Trace:
         idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
         error_holders=[Holder(4, "except", "main", None, False, None, (0,), 0, 0, None)],
         vmaps=[VmapCall(1, 3, 64, "jacrev", 0)],
+        loaders=[BatchLoader(16, 0)],
         failed_forward=Forward(3, 4, 0, 0, False, 7, ()),
         eval_calls=[EvalCall(3, 0, 0)],
         frozen_in_vain=[FrozenInVain(0, None, (0,))],
@@ -198,6 +200,7 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(column_broadcasts=[9]), "damaged"),
         (damaged(vmaps=[[1, 99, 2, "vmap", 0]]), "damaged"),
         (damaged(vmaps=[[0, 1, 2, "vmap", 9]]), "damaged"),
+        (damaged(loaders=[[16, 9]]), "damaged"),
         (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip

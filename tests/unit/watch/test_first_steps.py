@@ -79,7 +79,9 @@ def test_the_model_that_was_being_moved_is_known() -> None:
         nn.Linear(64, 64).cuda()
         large.cuda()
     numbers = 8 * 8 + 8 + 2 * 8 + (1 << 28)
-    assert gpu.trace.moved_model == MovedModel("Sequential", numbers, 4 * (numbers + 2 * 8) + 8, "float32")
+    num_bytes, side = 4 * (numbers + 2 * 8) + 8, 1 << 14
+    largest = "2.weight", (side, side), 1 << 30
+    assert gpu.trace.moved_model == MovedModel("Sequential", numbers, num_bytes, "float32", *largest)
 
 
 def test_a_model_that_was_not_moved_is_none_of_what_ended_the_run() -> None:

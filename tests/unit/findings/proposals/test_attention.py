@@ -8,7 +8,7 @@ from memprof.findings.proposals import attention
 from tests.unit.findings.proposals.proposed import listed, only
 from tests.unit.traces import TraceBuilder
 
-SDPA = "scaled_dot_product_attention instead of the scores of model.py:3"
+SDPA = "use scaled_dot_product_attention instead of the scores at model.py:3"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ SDPA = "scaled_dot_product_attention instead of the scores of model.py:3"
         (
             ("aten.bmm", "aten._softmax"),
             "model.py:3 attend",
-            "scaled_dot_product_attention instead of the scores of model.py:3",
+            "use scaled_dot_product_attention instead of the scores at model.py:3",
         ),
         (("aten.bmm", "aten._softmax"), "/x/transformers/bert.py:3 attend", ""),  # the fix changes the library
         (("aten.bmm", "aten._softmax"), r"C:\x\transformers\bert.py:3 attend", ""),
@@ -60,7 +60,7 @@ def test_the_attention_of_torch_is_asked_for_no_weights(class_name: str, paramet
         b.new(1, 4, 512, 512, op=op, line="model.py:3 forward")
     b.leave()
     change = only(attention.propose(b.context())).change
-    expected = "need_weights=False in the call of nn.MultiheadAttention at model.py:3"
+    expected = "pass need_weights=False to nn.MultiheadAttention at model.py:3"
     assert change.startswith(
-        expected if is_told else "scaled_dot_product_attention instead of the scores of model.py:3"
+        expected if is_told else "use scaled_dot_product_attention instead of the scores at model.py:3"
     )

@@ -8,7 +8,7 @@ from memprof.findings import Context
 from memprof.findings.proposals import batches, micro_batch, pairs
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import NONE, Event, EventKind, Forward, PhaseKind, Role
+from memprof.trace.events import NONE, BatchLoader, Event, EventKind, Forward, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.proposals.proposed import batch, only
 from tests.unit.traces import TraceBuilder
@@ -70,7 +70,7 @@ def test_where_pairs_fill_the_gpu_batches_stay(classes: int, batches_stay: bool)
     chunked = list(pairs.propose(context))
     assert bool(chunked) == (classes > 1)
     assert batches_stay == (not smaller(context))
-    assert all("loss.py:4" in one.change and one.change.startswith("a lookup (F.embedding)") for one in chunked)
+    assert all("loss.py:4" in one.change and one.change.startswith("use a lookup (F.embedding)") for one in chunked)
 
 
 def test_inputs_of_two_lengths_are_no_batch() -> None:
@@ -90,9 +90,49 @@ def test_batch_normalization_is_told() -> None:
         assert (told in only(micro_batch.propose_accumulation(context)).change) == is_told
 
 
+@pytest.mark.parametrize(("class_name", "is_told"), [("BatchNorm3d", True), ("InstanceNorm3d", False)])
+def test_instance_normalization_sees_each_sample_by_itself(class_name: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(2, 100, owner=(Role.INPUT, ""))
+    b.new(2, 1 << 20)
+    b.enter("norm", class_name)
+    b.new(64, op="aten.cudnn_batch_norm")
+    b.leave()
+    b.phase(PhaseKind.BACKWARD)
+    change = only(micro_batch.propose_accumulation(b.context())).change
+    assert ("(batch normalization then sees 1 sample)" in change) == is_told
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "batch_size"),
+    [(32, (64, 256), 32), (32, (64, 80), None), (1, (64, 256), None), (None, (64, 256), None)],
+)
+def test_crops_of_each_sample_are_rows(size: int | None, rows: tuple[int, int], batch_size: int | None) -> None:
+    """The loader's batch size divides the rows of all inputs."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for count in rows:
+        b.new(count, 100, owner=(Role.INPUT, ""))
+    b.trace.sources.append("train.py:1 main")
+    b.trace.loaders += [] if size is None else [BatchLoader(size, 0)]
+    assert micro_batch.find_batch_size(b.context()) == batch_size
+
+
+@pytest.mark.parametrize(("sizes", "line"), [((64, 64, 16), 1), ((64, 16), 0), ((16,), None), ((), None)])
+def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> None:
+    """That of the last loader that yields such batches."""
+    for context in (batch((64, 256)), batch((64, 256), trains=False)):
+        trace = context.ledger.trace
+        first = len(trace.sources)
+        trace.sources += [f"train.py:{i} main" for i in range(len(sizes))]
+        trace.loaders += [BatchLoader(size, first + i) for i, size in enumerate(sizes)]
+        proposal = only(smaller(context))
+        assert proposal.source == (None if line is None else f"train.py:{line} main")
+        assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
+
+
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(smaller(batch((64, 256), trains=False)))
-    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert proposal.value is None and proposal.change.startswith("use batches of 32 samples, one after another")
 
 
 def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
@@ -105,7 +145,7 @@ def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_b
     b.new(64, 100, owner=(Role.INPUT, ""))
     b.new(64, 512)
     proposal = only(smaller(b.context()))
-    assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert proposal.value is None and proposal.change.startswith("use batches of 32 samples, one after another")
     assert [storage.shape[0] for storage in b.trace.storages] == [256, 64, 64, 64]
     assert [storage.num_bytes // 4 for storage in proposal.trace.storages[1:]] == [64 * 256, 64 * 100, 32 * 512]
 
@@ -168,7 +208,7 @@ def test_rows_of_an_identity_are_a_one_hot(eye: tuple[int, int] | None, is_told:
         b.new(*eye, op="aten.eye")
     b.new(6400, 8, dtype="int64", op="aten._to_copy")
     b.new(6400, 8, 2622, op="aten.index", line="data.py:4 encode")
-    told = [one for one in pairs.propose(b.context()) if one.change.startswith("a lookup (F.embedding)")]
+    told = [one for one in pairs.propose(b.context()) if one.change.startswith("use a lookup (F.embedding)")]
     assert bool(told) == is_told and all(one.source == "data.py:4 encode" for one in told)
 
 

@@ -27,7 +27,7 @@ def test_a_history_of_more_than_ten_pairs_may_be_shorter(num_pairs: int) -> None
         assert not list(history.propose(b.context()))
         return
     change = only(history.propose(b.context()))
-    assert change.change.startswith("history_size=10 in torch.optim.LBFGS, which steps at train.py:8")
+    assert change.change.startswith("set history_size=10 in torch.optim.LBFGS, which steps at train.py:8")
     # A vector lives until the one ten later is there: ten of each list, and one more.
     assert compute_allocated_peak(change.trace) == 21 * 4 * MIB
 
@@ -117,7 +117,7 @@ def test_what_torch_func_grad_keeps_may_be_freed_as_it_is_used(
     b.trace.last_uses = [used, NONE, NONE]
     found = listed(gradients.propose(b.context()))
     assert [one.change for one in found] == [
-        f"torch.autograd.grad instead of {by} at train.py:7, unless it is differentiated again"
+        f"use torch.autograd.grad instead of {by} at train.py:7, unless it is differentiated again"
     ] * is_told
     for one in found:
         assert one.trace.events[used] == Event(FREE, saved)

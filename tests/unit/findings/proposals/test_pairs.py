@@ -103,7 +103,7 @@ def test_results_of_chunks_are_joined(ended: bool, rows: int) -> None:
     """Of a call that has ended without memory, what has the shape of a gradient is the result."""
     context = vmapped(ended=ended)
     proposal = only(vmap.propose(context))
-    assert proposal.change == f"chunk_size={rows} in torch.func.vmap at train.py:7, which takes 100 rows at once"
+    assert proposal.change == f"pass chunk_size={rows} to torch.func.vmap at train.py:7, which takes 100 rows at once"
     sizes = [storage.num_bytes for storage in proposal.trace.storages]
     assert sizes == [MIB, 10 * rows * MIB, 100 * MIB, 100 * MIB]  # the result, and once more as it is joined
     assert [event.kind for event in proposal.trace.events if event.ref == 3] == [EventKind.ALLOC, EventKind.FREE]
@@ -132,6 +132,28 @@ def test_pairs_in_such_a_call_are_not_its_own() -> None:
     assert not list(pairs.propose(b.context()))
 
 
+@pytest.mark.parametrize(
+    ("operands", "op", "shape", "told"),
+    [
+        (((512, 600), (512, 700)), "mul", (512, 600, 700), "use one matrix product (x.T @ y) if these products are"),
+        (((512, 8), (600, 8)), "mul", (512, 600, 8), "use a matrix product (x @ y.T) if these products are summed"),
+        (((512, 8), (600, 8)), "div", (512, 600, 8), "use F.normalize(x) @ F.normalize(y).T for cosine"),
+        (((512, 600), (512, 700)), "div", (512, 600, 700), "compute in chunks"),
+        (((512, 8), (600, 8)), "add", (512, 600, 8), "compute in chunks"),
+        (((512, 8), (600, 9)), "mul", (512, 600, 8), "compute in chunks"),
+    ],
+)
+def test_a_sum_of_elementwise_products_is_a_matrix_product(
+    operands: tuple[tuple[int, ...], ...], op: str, shape: tuple[int, ...], told: str
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for operand in operands:
+        b.new(*operand, op="aten.randn")
+    b.new(*shape, op=f"aten.{op}", line="net.py:4 forward")
+    b.trace.trains = False
+    assert only(pairs.propose(b.context())).change.startswith(told)
+
+
 @pytest.mark.parametrize(("points", "is_told"), [(255, False), (256, True)])
 def test_pairs_of_the_points_of_each_sample(points: int, is_told: bool) -> None:
     """What a linear layer makes of them has a row for each pair of all samples."""
@@ -140,7 +162,7 @@ def test_pairs_of_the_points_of_each_sample(points: int, is_told: bool) -> None:
     b.new(16, points, points, 6, op="aten.sub", line="net.py:4 forward")
     b.new(16 * points * points, 512, op="aten.addmm", line="net.py:5 forward")  # two chunks
     proposal = only(pairs.propose(b.context()))
-    assert proposal.change.startswith("pairs of each point with its nearest alone, not with all 256; or") == is_told
+    assert proposal.change.startswith("compare each point with its nearest ones only, not with all 256; or") == is_told
     assert ("128 of the 256 rows along dimension 1" if is_told else "8 of the 16 rows") in proposal.change
     assert proposal.trace.storages[2].num_bytes == 16 * points * points * 512 * 4 // 2
 
@@ -154,7 +176,7 @@ def test_pairs_with_all_rows_of_an_embedding_table(rows: int, is_told: bool, tra
     b.new(512, rows, 64, op="aten.sub", line="net.py:4 score")
     b.trace.trains = trains
     b.phase(PhaseKind.BACKWARD if trains else PhaseKind.OTHER)
-    told = "pairs with the rows of `items.weight` that the loss takes (sampled negatives), not with all"
+    told = "compare with the rows of `items.weight` that the loss takes (sampled negatives), not with all"
     assert (told in only(pairs.propose(b.context())).change) == (is_told and trains)
 
 

@@ -115,7 +115,7 @@ def test_a_copy_of_the_model_that_no_pass_has_used(kib: int, phase: PhaseKind, i
     found = listed(copies.propose_unused(b.context(75 * MIB)))
     assert bool(found) == is_told
     for one in found:
-        assert "the copy of the model that ema.py:7 makes in host memory" in one.change
+        assert "move the copy of the model made at ema.py:7 to host memory" in one.change
         assert not any(one.trace.storages[index].num_bytes for index in made)
 
 

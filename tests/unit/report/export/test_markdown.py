@@ -33,7 +33,7 @@ def finding(title: str, *evidence: Evidence, severity: Severity = Severity.WARNI
 
 def test_the_verdict_is_the_title_and_the_report_is_folded() -> None:
     text = to_markdown(report())
-    need = "needs 30.00 MiB (30.00 of tensors, 0.00 cached, 0.00 of CUDA context), 70.00 MiB to spare."
+    need = "needs 30.00 MiB (30.00 of tensors, 0.00 of CUDA context), 70.00 MiB to spare."
     assert text.startswith(f"### memprof: Fits\n\n{need}\n")
     assert "| 30.00 | 100.0% |" in text
     assert text.count("```") == 2 and text.index("<details>") < text.index("```text")

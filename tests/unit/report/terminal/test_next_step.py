@@ -30,18 +30,19 @@ from tests.unit.traces import TraceBuilder
 PROFILE = "memprof profile --model gpt2"
 RUN = "memprof run"
 SCRIPT = "--gpu h100-80gb a.py"
-FINDINGS = ("what each finding means", "memprof help findings")
-FIXES = ("what each fix does and costs", "memprof help fixes")
-LIMITATIONS = ("what cannot be simulated", "memprof help limitations")
-RECOMMEND = ("what would fit this GPU, or how many of them it takes", "memprof recommend --model gpt2 --gpu h100-80gb")
-LEAST = "the cheapest --fix options with which it fits"
-SEARCH = "whether any --fix options together make it fit"
-EXPANDABLE = "whether expandable segments would reserve less", "--alloc-conf expandable_segments:True"
+FINDINGS = ("read what each finding means", "memprof help findings")
+FIXES = ("read what each fix does and costs", "memprof help fixes")
+LIMITATIONS = ("read what cannot be simulated", "memprof help limitations")
+RECOMMEND = ("find what fits this GPU, or how many of them it takes", "memprof recommend --model gpt2 --gpu h100-80gb")
+LEAST = "find the cheapest set of --fix options that fits"
+SEARCH = "try combinations of --fix options"
+EXPANDABLE = "try whether expandable segments would reserve less", "--alloc-conf expandable_segments:True"
 FOUND = (Finding("id", Severity.NOTE, "Title", None, (), ()),)
 HELPS = (Finding("id", Severity.NOTE, "Title", None, (), ("chunked-loss", "activation-checkpointing")),)
 CAUSE = (dataclasses.replace(FOUND[0], is_decisive=True), *HELPS)
 LOCAL_CAUSE = (dataclasses.replace(CAUSE[0], edit=Edit(EditKind.DELETE, "a.py:1 f", "x")), *HELPS)
-PATCH = "this change as a diff"
+PATCH = "write this change as a diff"
+FITTING, UNTIL_FULL = "show the first row that fits in full", "run it until memory runs out"
 OWN_CODE = (Finding("id", Severity.NOTE, "Title", None, (), ("micro-batch",)),)
 
 
@@ -92,15 +93,15 @@ def limit(largest: int | None) -> LargestSearch:
 @pytest.mark.parametrize(
     ("report", "step"),
     [
-        (profiled(), ("the largest batch that fits", f"{PROFILE} --gpu h100-80gb --largest batch-size")),
-        (profiled({"gpus": 2}), ("what it would do on other GPUs", "memprof help parallel")),
-        (profiled({"lengths": "alpaca"}), ("what it would do on other GPUs", "memprof help parallel")),
-        (profiled({"parallel": "ddp"}), ("what it would do on other GPUs", "memprof help parallel")),
-        (profiled(limit=limit(3)), ("the report of the largest", "memprof 3")),
+        (profiled(), ("find the largest batch that fits", f"{PROFILE} --gpu h100-80gb --largest batch-size")),
+        (profiled({"gpus": 2}), ("read how it runs on other GPUs", "memprof help parallel")),
+        (profiled({"lengths": "alpaca"}), ("read how it runs on other GPUs", "memprof help parallel")),
+        (profiled({"parallel": "ddp"}), ("read how it runs on other GPUs", "memprof help parallel")),
+        (profiled(limit=limit(3)), ("show the report of the largest", "memprof 3")),
         (profiled(limit=limit(None)), None),
         (profiled(failure=FailureKind.ERROR), LIMITATIONS),
         (profiled(fits=False), (LEAST, f"{PROFILE} --gpu h100-80gb --fix auto")),
-        (profiled(fits=False, ladder=ladder(False, False, True, True)), ("the first row that fits, in full", "row 2")),
+        (profiled(fits=False, ladder=ladder(False, False, True, True)), (FITTING, "row 2")),
         (profiled(fits=False, ladder=ladder(True, False)), RECOMMEND),  # the baseline is no fix
         (profiled({"fixes": ("bfloat16",)}, fits=False), RECOMMEND),
         (
@@ -113,13 +114,13 @@ def limit(largest: int | None) -> LargestSearch:
             (RECOMMEND[0], "memprof recommend --model gpt2 --mode inference --gpu h100-80gb"),
         ),
         (profiled({"fixes": ("bfloat16",), "vocab_size": 9}, fits=False), FIXES),  # it takes no vocabulary
-        (ran(), ("whether later steps take more", f"{RUN} --steps 20 {SCRIPT}")),
+        (ran(), ("check whether later steps need more", f"{RUN} --steps 20 {SCRIPT}")),
         (ran(steps=20), None),
         (ran(steps=20, findings=FOUND), FINDINGS),
         (ran(ended="exit"), None),
         (ran(rank=RankFacts(0, 2)), None),
-        (ran({"timeout": 2.0}, ended="timeout", fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
-        (ran({"steps": 3}, fits=None), ("the whole script", f"{RUN} --until-exit {SCRIPT}")),
+        (ran({"timeout": 2.0}, ended="timeout", fits=None), ("run the whole script", f"{RUN} --until-exit {SCRIPT}")),
+        (ran({"steps": 3}, fits=None), ("run the whole script", f"{RUN} --until-exit {SCRIPT}")),
         (ran(fits=False, findings=HELPS), (LEAST, f"{RUN} --gpu h100-80gb --fix auto a.py")),
         (ran(fits=False, findings=OWN_CODE), FIXES),
         (
@@ -133,17 +134,17 @@ def limit(largest: int | None) -> LargestSearch:
         ),
         (ran(fits=False, findings=CAUSE), None),
         (ran(fits=False, findings=LOCAL_CAUSE), (PATCH, f"{RUN} --gpu h100-80gb --suggest-patch a.py")),
-        (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
+        (ran(fits=False, findings=CAUSE, ladder=ladder(False, True)), (FITTING, "row 1")),
         (ran(fits=False), FINDINGS),
-        (ran(fits=False, ladder=ladder(False, True)), ("the first row that fits, in full", "row 1")),
+        (ran(fits=False, ladder=ladder(False, True)), (FITTING, "row 1")),
         (ran(fits=False, ladder=ladder(False, False)), FIXES),
         (ran(fits=False, fixes=("bfloat16",)), FIXES),
         (ran(fits=False, gpus=(1, 2)), FIXES),
-        (ran(fits=False, growth=Growth(1, 1, 2, None, 9)), ("where it runs out", f"{RUN} --until-exit {SCRIPT}")),
-        (ran(growth=Growth(1, 1, 2, 8, 9)), ("whether later steps take more", f"{RUN} --steps 20 {SCRIPT}")),
+        (ran(fits=False, growth=Growth(1, 1, 2, None, 9)), (UNTIL_FULL, f"{RUN} --until-exit {SCRIPT}")),
+        (ran(growth=Growth(1, 1, 2, 8, 9)), ("check whether later steps need more", f"{RUN} --steps 20 {SCRIPT}")),
         (ran(failure=FailureKind.REFUSED), LIMITATIONS),
         (ran(failure=FailureKind.UNKNOWN_VALUE), LIMITATIONS),
-        (ran(failure=FailureKind.ERROR), ("how a script is run, and what may stop it", "memprof help run")),
+        (ran(failure=FailureKind.ERROR), ("read how a script is run, and what may stop it", "memprof help run")),
         (document(command="virtual_gpu"), None),
         (document(source="measured"), None),
         (document(source="measured", findings=FOUND), FINDINGS),
@@ -172,12 +173,12 @@ def device(
 @pytest.mark.parametrize(
     ("devices", "purpose", "options"),
     [
-        ([device(), device(what_if=1)], "the sizes of the blocks", "--by size"),
-        ([device(), device(ooms=(1,))], "what was live when memory ran out", "--at oom"),
+        ([device(), device(what_if=1)], "show the sizes of the blocks", "--by size"),
+        ([device(), device(ooms=(1,))], "show what was live when memory ran out", "--at oom"),
         ([device(9, ooms=(1,), what="oom")], *EXPANDABLE),
         ([device(), device(1)], *EXPANDABLE),
-        ([device(1, state_only=True)], "which modules hold it", "--by module"),
-        ([device()], "which modules hold it", "--by module"),
+        ([device(1, state_only=True)], "show which modules hold it", "--by module"),
+        ([device()], "show which modules hold it", "--by module"),
     ],
 )  # fmt: skip
 def test_after_an_analysis(devices: list[Any], purpose: str, options: str) -> None:
@@ -189,7 +190,7 @@ def test_after_an_analysis(devices: list[Any], purpose: str, options: str) -> No
 def test_after_a_comparison() -> None:
     differs: Any = SimpleNamespace(within=False)
     step = choose_step_after_compare(differs, (Path("a"), Path("b")))
-    assert step == ("every row that differs", "memprof compare a b --full --top 1000")
+    assert step == ("show every row that differs", "memprof compare a b --full --top 1000")
     assert choose_step_after_compare(differs, ()) is None
     same: Any = SimpleNamespace(within=True)
     assert choose_step_after_compare(same, (Path("a"), Path("b"))) is None

@@ -17,7 +17,7 @@ from tests.unit.traces import TraceBuilder
     [
         ("error", 0, "a.py: failed by itself before any training step"),
         ("error", 1, "a.py: failed by itself after training step 1 began"),
-        ("refused", 0, "a.py: ended at the failed allocation: no figure here has what comes after it "),
+        ("refused", 0, "a.py: stopped where memory ran out; what it does after that was not run "),
         ("timeout", 12, "a.py: stopped by --timeout after training step 12 began"),
         ("exit", 0, "a.py: ran to its end, no training steps"),
     ],

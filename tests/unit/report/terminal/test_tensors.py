@@ -66,7 +66,8 @@ def test_bytes_in_one_dimension_are_a_buffer(shape: tuple[int, ...], dtype: str,
 @pytest.mark.parametrize(
     ("op", "name", "text"),
     [
-        ("aten.mm", None, "activations layer, mm at a.py:7"), ("aten.empty", None, "activations layer, at a.py:7"),
+        ("aten.mm", None, "activations of layer, mm at a.py:7"),
+        ("aten.empty", None, "activations of layer, at a.py:7"),
         ("aten.mm", "weight", "activations weight"), ("aten.empty", "weight", "activations weight"),
     ],
 )  # fmt: skip
@@ -76,9 +77,9 @@ def test_origin(op: str, name: str | None, text: str) -> None:
     tensor = replace(found, category="activations", module="layer", name=name, op=op, source="a.py:7 forward")
     assert render_origin(tensor).plain == text
     numbered = render_origin(replace(tensor, module="1")).plain
-    assert numbered == text.replace("activations layer", "activations of module 1")
+    assert numbered == text.replace("of layer", "of module 1")
     masked = {module: render_origin(replace(tensor, module=module)).plain for module in ("*", "*.net.*")}
-    assert masked["*"] == text.replace("activations layer", "activations")
-    assert masked["*.net.*"] == text.replace("activations layer", "activations net.*")
+    assert masked["*"] == text.replace(" of layer", "")
+    assert masked["*.net.*"] == text.replace("of layer", "of net.*")
     called = render_origin(replace(tensor, caller="b.py:9 main")).plain
     assert called == text + ", called at b.py:9" * (name is None)

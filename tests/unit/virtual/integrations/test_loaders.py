@@ -128,6 +128,21 @@ def test_batches_are_those_of_real_workers(name: str, persistent: bool) -> None:
     assert get_worker_info() is None
 
 
+def test_loaders_are_recorded_with_their_lines() -> None:
+    """Those that are iterated over, one once for several epochs."""
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        samples = TensorDataset(torch.zeros(8))
+        train, test = DataLoader(samples, batch_size=4), DataLoader(samples, batch_size=2)
+        DataLoader(samples, batch_size=8)
+        for loader in (train, train, test, DataLoader(samples, batch_size=None), train):
+            list(loader)
+    assert [loader.batch_size for loader in gpu.trace.loaders] == [4, 2, 4]
+    first = test_loaders_are_recorded_with_their_lines.__code__.co_firstlineno
+    assert {gpu.trace.sources[one.source] for one in gpu.trace.loaders} == {
+        f"{__file__}:{first + 4} test_loaders_are_recorded_with_their_lines"
+    }
+
+
 def test_no_process_and_no_thread_is_started() -> None:
     seen = set()
 
