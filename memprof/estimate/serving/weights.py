@@ -269,7 +269,7 @@ def _list_mlp_parts(model: ServedModel, tp: int) -> Iterator[Part]:
     num_dense = g.layers - (0 if experts is None or experts.keeps_dense else experts.num_layers)
     ups = 2 if g.is_gated else 1
     if model.family == "nemotron_h":
-        num_dense, ups = str(model.text.get("hybrid_override_pattern") or "").count("-"), 1
+        num_dense = str(model.text.get("hybrid_override_pattern") or "").count("-")
     width = g.intermediate // tp
     num_shared = int(model.text.get("num_kv_shared_layers") or 0)
     if model.text.get("use_double_wide_mlp") and num_shared:  # Gemma 4: layers that share keys and values.

@@ -28,6 +28,20 @@ def test_wrong_entries_are_errors(entry: dict[str, Any]) -> None:
         build_served_model({**LLAMA, **entry}, "mine")
 
 
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_size": "4096"}, "hidden_size must be a positive whole number, not '4096'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0001}}, "its context has no tokens"),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_named(entry: dict[str, Any], hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        build_served_model({**LLAMA, **entry}, "mine")
+    assert (refused.value.value, refused.value.hint) == ("mine", hint)
+
+
 def test_groups_that_are_no_object_are_an_error() -> None:
     quantization = {"quant_method": "compressed-tensors", "config_groups": [1]}
     with pytest.raises(UsageError, match="configuration is wrong"):

@@ -165,6 +165,26 @@ def test_llama_cpp_buffers(model: str, gguf_type: str, mib: float) -> None:
     assert (budget.weights_bytes or 0) / MIB == pytest.approx(mib, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("gguf_type", "bits", "gigabytes"),
+    [
+        ("q4_0", 4.5, 4.66),
+        ("q4_k_s", 4.5, 4.69),
+        ("q4_k_m", 4.5, 4.92),
+        ("q5_k_m", 5.5, 5.73),
+        ("q6_k", 6.5625, 6.60),
+        ("q8_0", 8.5, 8.54),
+        ("f16", 16, 16.07),
+        ("bf16", 16, 16.07),
+    ],
+)
+def test_files_of_llama_cpp_are_as_large_as_published_ones(gguf_type: str, bits: float, gigabytes: float) -> None:
+    """Files of Llama 3.1 8B Instruct; they also have the embedding, in the type of most matrices."""
+    budget = compute_llama("llama-3.1-8b", quantization=gguf_type, context_length=256, total_bytes=80 * GIB)
+    embedding = 128256 * 4096 * bits / 8
+    assert ((budget.weights_bytes or 0) + embedding) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+
+
 def test_llama_cpp_cache_and_compute_buffer() -> None:
     budget = compute_llama("llama-3.1-8b", context_length=8192)
     assert ((budget.kv_cache_bytes or 0) / MIB, (budget.profile_peak_bytes or 0) / MIB) == (1024.0, 258.5)
