@@ -102,7 +102,7 @@ def _read_compressed_format(entry: Mapping[str, Any]) -> str | None:
 
 
 def count_weight_bytes(
-    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int] = (9, 0),
+    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int],
     *, has_images: bool = True, limits_splits: bool = False,
 ) -> int:  # fmt: skip
     """Return the bytes of weights on one rank, on a GPU of compute capability `capability`.

@@ -315,6 +315,10 @@ LLAMA = {
     ("changes", "setting", "expected"),
     [
         ({}, {}, LLAMA),
+        # With a mask, whose rows are of 16 elements, all heads have keys and values; a sum for each head.
+        ({}, {"padded": True},
+         {**{name: size for name, size in LLAMA.items() if name not in ("key", "value")},
+          "key, repeated": 128, "value, repeated": 128, "attention output (statistics)": 16 + 32}),
         # Each of four heads and two has statistics of its own.
         ({"qk_norm": "head", "family": "qwen3"}, {},
          {**LLAMA, "norm statistics": 8 + 16 + 8, "query, float32 for the norm": 256,

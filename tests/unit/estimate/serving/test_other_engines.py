@@ -141,9 +141,11 @@ def test_other_releases_of_sglang_are_errors(release: str) -> None:
 
 
 def test_sglang_refuses_a_fraction_that_is_less_than_the_weights() -> None:
-    options = ServingOptions(utilization=0.5, context_length=4096)
+    """They need theirs and that of 512 tokens of 128 KiB."""
+    options = ServingOptions(utilization=0.5, context_length=4096, free_bytes=20 * GIB)
     budget = sglang.compute_sglang_budget(load_served_model("llama-3.1-8b"), find_gpu("rtx-4090"), options)
-    assert "increase --mem-fraction-static" in budget.refusal and budget.num_tokens == 0
+    least = ((budget.weights_bytes or 0) + 64 * MIB) / (20 * GIB)
+    assert budget.refusal.endswith(f"it is 0.5; weights alone need {least:.3f})") and budget.num_tokens == 0
 
 
 def test_sglang_keeps_states_beside_the_cache() -> None:

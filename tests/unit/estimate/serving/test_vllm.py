@@ -89,6 +89,9 @@ def test_a_budget_by_hand() -> None:
         "sampler",
     )
     assert budget.longest_context == available // block * 16
+    # Its rules, the GPU, memory outside torch, the sampler, adapters, blocks.
+    begins = ["Rules of vLLM", "Nothing else", "Memory outside", "The sampler", "No slots", "The block size"]
+    assert [text[: len(begin)] for begin, text in zip(begins, budget.assumptions, strict=True)] == begins
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from memprof.estimate.serving.weights import (
 from memprof.units import GIB, MIB, round_up
 from memprof.workload.catalog import find_model, list_models
 
+HOPPER = (9, 0)
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 128,
@@ -165,7 +167,9 @@ def test_weights_of_published_logs(name: str, ranks: int, gib: float) -> None:
 def test_linear_scaling_makes_the_rotary_table_longer() -> None:
     model = load_served_model("google/gemma-3-4b-it")
     plain = {**model.config, "text_config": {**model.config["text_config"], "rope_parameters": {}}}
-    difference = count_weight_bytes(model, None, 1) - count_weight_bytes(build_served_model(plain, "plain"), None, 1)
+    difference = count_weight_bytes(model, None, 1, HOPPER) - count_weight_bytes(
+        build_served_model(plain, "plain"), None, 1, HOPPER
+    )
     assert difference == 7 * 131072 * 256 * 2
 
 
@@ -206,7 +210,7 @@ def test_quantized_latent_attention_keeps_copies_that_are_not() -> None:
             part.copies * round_up(part.count * (1 if part.block else 2), 512) for part in list_parts(model, ranks)
         )
         table, copies = 128 * 8 * 2, 2 * 64 * 8 // ranks * 40 * 2
-        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks) == parts + table + copies
+        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks, HOPPER) == parts + table + copies
 
 
 @pytest.mark.parametrize(
@@ -222,7 +226,7 @@ def test_experts_in_4_bits_are_padded(capability: tuple[int, int], ranks: int, f
     plain = sum(part.copies * round_up(part.count * 2, 512) for part in experts)
     padded = sum(part.copies * round_up(round(part.count * 17 / 32 * factor), 512) for part in experts)
     found = count_weight_bytes(model, find_weight_format(model, None), ranks, capability)
-    assert found == count_weight_bytes(model, None, ranks) - plain + padded
+    assert found == count_weight_bytes(model, None, ranks, capability) - plain + padded
 
 
 @pytest.mark.parametrize(
@@ -289,9 +293,9 @@ def test_unknown_formats_are_refused() -> None:
 
 def test_quantization_leaves_embeddings_alone() -> None:
     model = build_served_model(LLAMA, "tiny")
-    plain = count_weight_bytes(model, None, 1)
+    plain = count_weight_bytes(model, None, 1, HOPPER)
     linear = sum(part.count * part.copies for part in list_parts(model) if part.block)
-    quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1)
+    quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1, HOPPER)
     assert plain - quantized == linear
 
 
