@@ -30,6 +30,7 @@ _TIED_BY_DEFAULT = ("gemma", "gemma4_text", "gemma4_unified_text")
 # Entries of a configuration that are objects, where there are any.
 _MAPPING_KEYS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config", "vision_config")
 FULL, WINDOW, LATENT, STATE = "full", "window", "latent", "state"
+ITEMSIZE = 2  # Of a weight or activation: engines load what is float32 in half precision, too.
 
 
 @dataclass(frozen=True, slots=True)

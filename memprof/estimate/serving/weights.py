@@ -13,12 +13,11 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry
-from memprof.estimate.serving.model import Experts, Latent, ServedModel
+from memprof.estimate.serving.model import ITEMSIZE, Experts, Latent, ServedModel
 from memprof.estimate.serving.unquantized import BLOCKS, compute_kept_shares
 from memprof.units import MIB, round_up
 
 VOCABULARY_PADDING = 64  # vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def count_weight_bytes(
     Without `has_images` the image encoder is not loaded; `limits_splits` as for `round_allocation`. Raises UsageError:
     heads cannot be divided over the ranks.
     """
-    itemsize = get_itemsize(model.dtype)
+    itemsize = ITEMSIZE
     total = 0
     for part in list_parts(model, tensor_parallel):
         kept = (
@@ -176,11 +175,6 @@ def _count_rotary_bytes(model: ServedModel, itemsize: int) -> int:
         full_width = model.global_geometry[0] if model.global_geometry else width
         rows += model.max_positions * full_width * factor
     return rows * itemsize
-
-
-def get_itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a dtype that is not quantized."""
-    return _ITEM_BYTES.get(dtype, 2)
 
 
 def list_parts(model: ServedModel, tensor_parallel: int = 1) -> Iterator[Part]:
