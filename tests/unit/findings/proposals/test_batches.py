@@ -93,6 +93,17 @@ def test_batch_normalization_is_told() -> None:
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(smaller(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("batches of 32 samples, one after another")
+    assert proposal.change.endswith("64")  # of 100 features, which are no beams
+
+
+def test_fewer_beams_are_told_where_rows_are_samples_times_beams() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(192, 768, owner=(Role.INPUT, ""))
+    b.new(16, 12, 768, owner=(Role.INPUT, ""))
+    b.new(192, 4096)
+    proposal = only(micro_batch.propose_batches(b.context()))
+    assert proposal.change.startswith("batches of 8 samples") and proposal.change.endswith("fewer beams")
+    assert proposal.trace.storages[2].num_bytes == 96 * 4096 * 4
 
 
 def test_an_evaluation_of_a_training_is_in_smaller_batches_and_the_training_as_before() -> None:
