@@ -107,6 +107,29 @@ def test_parts_that_quantization_makes_smaller(config: dict[str, object]) -> Non
         assert part.name == "projections of each layer" or part.name in BLOCKS[part.block]
 
 
+@pytest.mark.parametrize(
+    ("family", "entries", "expected"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"attention_bias": True}, {"has_qkv_bias": True, "has_o_bias": True}),
+        ("gpt_oss", {}, {"has_qkv_bias": True, "has_o_bias": True}),
+        ("glm4_moe", {"attention_bias": True}, {"has_qkv_bias": True, "qk_norm": ""}),
+        ("qwen2", {}, {"has_qkv_bias": True}),
+        ("qwen3", {}, {"qk_norm": "head"}),
+        ("gemma", {}, {"tied": True}),
+        ("gemma", {"tie_word_embeddings": False}, {}),
+        ("nemotron_h", NEMOTRON | {"hybrid_override_pattern": "M*--"}, {"is_gated": False}),
+    ],
+)
+def test_what_a_family_has_unless_its_configuration_says_otherwise(
+    family: str, entries: dict[str, object], expected: dict[str, object]
+) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    geometry = build_served_model(config | {"model_type": family} | entries, "tiny").geometry
+    usual = {"has_qkv_bias": False, "has_o_bias": False, "qk_norm": "", "tied": False, "is_gated": True}
+    assert {name: getattr(geometry, name) for name in usual} == usual | expected
+
+
 FAMILIES = {
     "llama": "llama granite gemma gpt_oss deepseek_v2 deepseek_v3 kimi_k2 nemotron_h", "mistral": "mistral mixtral",
     "qwen2": "qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen2_5_vl_text qwen2_vl_text mimo_vl",
