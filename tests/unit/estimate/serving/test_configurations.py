@@ -23,6 +23,11 @@ LLAMA = {
         ({"rope_scaling": "linear"}, "mine: rope_scaling is 'linear'", "make rope_scaling an object"),
         ({"vision_config": [1]}, "mine: vision_config is [1]", "make vision_config an object"),
         ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "mine", "could not convert string to float: 'x'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": [1]}},
+            "mine",
+            "float() argument must be a string or a real number, not 'list'",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "mine", "its context has no tokens"),
         ({"rope_scaling": {"type": "linear", "factor": 1 / 8193}}, "mine", "its context has no tokens"),
         ({"hidden_size": None}, "mine", "'hidden_size' is missing"),

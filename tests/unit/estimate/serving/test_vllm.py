@@ -92,6 +92,8 @@ def test_a_budget_by_hand() -> None:
     # Its rules, the GPU, memory outside torch, the sampler, adapters, blocks.
     begins = ["Rules of vLLM", "Nothing else", "Memory outside", "The sampler", "No slots", "The block size"]
     assert [text[: len(begin)] for begin, text in zip(begins, budget.assumptions, strict=True)] == begins
+    amd = compute("qwen2.5-7b", "mi300x", context_length=8192).assumptions
+    assert amd[0].startswith("On AMD GPUs") and len(amd) == 1 + len(begins)
 
 
 @pytest.mark.parametrize(
