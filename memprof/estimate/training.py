@@ -104,8 +104,7 @@ class TrainingMoments:
         tape = Tape(self.tokens, training=True)
         layer = DecoderLayer(tape, self.setting)
         hidden = tape.add_input(self.g.hidden, self.setting.stream_itemsize, needs_grad=True, name="hidden states")
-        output = layer.record_norm(hidden, "input of the head")
-        tape.drop(output)
+        layer.record_norm(hidden, "input of the head")
         saved_bytes = tape.saved_bytes + (hidden.num_bytes if hidden.num_references > 1 else 0)
         if self.trains_weights:
             saved_bytes += self.g.hidden * self.tokens * self.setting.compute_itemsize

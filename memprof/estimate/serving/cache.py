@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from memprof.estimate.serving.model import LATENT, STATE, WINDOW, CachedLayer, ServedModel
-from memprof.estimate.serving.weights import get_itemsize
+from memprof.estimate.serving.model import ITEMSIZE, LATENT, STATE, WINDOW, CachedLayer, ServedModel
 from memprof.serving.releases import VllmRules
 from memprof.units import round_up
 
@@ -91,7 +90,7 @@ def build_layout(
     *, block_size: int | None = None, prefix_caching: bool = True, is_latent_block_large: bool = True,
 ) -> CacheLayout:  # fmt: skip
     """Return the layout of a model's KV cache on one rank; `kv_cache_dtype` is "auto" or in ELEMENT_BYTES."""
-    element = ELEMENT_BYTES.get(kv_cache_dtype, float(get_itemsize(model.dtype)))
+    element = ELEMENT_BYTES.get(kv_cache_dtype, float(ITEMSIZE))
     has_latent = any(layer.kind == LATENT for layer in model.layers)
     size = block_size or (LATENT_BLOCK_SIZE if has_latent and is_latent_block_large else BLOCK_SIZE)
     common: dict[str, Any] = {
@@ -137,7 +136,7 @@ def _build_hybrid_layout(
 ) -> CacheLayout:  # fmt: skip
     """Return the layout of a model with states: blocks are so long that a layer's page holds a state."""
     assert model.state is not None
-    state_bytes = model.state.count_bytes(tensor_parallel, get_itemsize(model.dtype))
+    state_bytes = model.state.count_bytes(tensor_parallel, ITEMSIZE)
     kinds = Counter(model.layers)
     rate = max(rates.values())
     aligned = round_up(-(-state_bytes // round(rate)), size)

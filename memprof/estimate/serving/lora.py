@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memprof.errors import UsageError
-from memprof.estimate.serving.model import ServedModel
-from memprof.estimate.serving.weights import VOCABULARY_PADDING, get_itemsize
+from memprof.estimate.serving.model import ITEMSIZE, ServedModel
+from memprof.estimate.serving.weights import VOCABULARY_PADDING
 from memprof.units import round_up
 
 DEFAULT_RANK = 16  # vllm/config/lora.py, max_lora_rank.
@@ -34,7 +34,7 @@ def count_lora_bytes(model: ServedModel, max_loras: int, rank: int, tensor_paral
     if model.family in _FAMILIES_WITH_VOCABULARY:
         g = model.geometry
         rows += 2 * (round_up(g.vocab, VOCABULARY_PADDING) + g.hidden)
-    return max_loras * rank * rows * get_itemsize(model.dtype)
+    return max_loras * rank * rows * ITEMSIZE
 
 
 def _list_rows(model: ServedModel, tensor_parallel: int) -> Iterator[int]:

@@ -30,6 +30,7 @@ _TIED_BY_DEFAULT = ("gemma", "gemma4_text", "gemma4_unified_text")
 # Entries of a configuration that are objects, where there are any.
 _MAPPING_KEYS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config", "vision_config")
 FULL, WINDOW, LATENT, STATE = "full", "window", "latent", "state"
+ITEMSIZE = 2  # Of a weight or activation: engines load what is float32 in half precision, too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,10 @@ def _build(config: Mapping[str, Any], text: Mapping[str, Any], family: str, name
     base.setdefault("max_position_embeddings", 2048)
     geometry = read_geometry(base)
     geometry = replace(geometry, family=family, qk_norm=_find_qk_norm(family, base, geometry.qk_norm))
-    if family == "gemma":
-        geometry = replace(geometry, activation="gelu")
     if family == "glm4_moe":
         geometry = replace(geometry, has_o_bias=False)
+    if family == "nemotron_h":  # the square of ReLU needs no gate (vllm/model_executor/models/nemotron_h.py)
+        geometry = replace(geometry, is_gated=False)
     latent = _read_latent(base) if base.get("kv_lora_rank") else None
     state = read_state_shape(family, base)
     layers = _list_layers(family, base, geometry, latent)

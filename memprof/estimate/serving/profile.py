@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memprof.device.catalog import Gpu
-from memprof.estimate.serving.model import ServedModel
-from memprof.estimate.serving.weights import VOCABULARY_PADDING, WeightFormat, get_itemsize
+from memprof.estimate.serving.model import ITEMSIZE, ServedModel
+from memprof.estimate.serving.weights import VOCABULARY_PADDING, WeightFormat
 from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER
 from memprof.serving.releases import SORT, TRITON, VllmRules
 from memprof.units import round_up
@@ -59,7 +59,7 @@ def compute_profile_peak(model: ServedModel, settings: ProfileSettings) -> Profi
     """Return the peak of the profile run on one rank."""
     kept = _count_kept_bytes(model, settings)
     peaks = [ProfilePeak(num_bytes + kept, reason) for num_bytes, reason in _list_moments(model, settings)]
-    tokens, itemsize = settings.max_num_batched_tokens, get_itemsize(model.dtype)
+    tokens, itemsize = settings.max_num_batched_tokens, ITEMSIZE
     if model.images is not None and settings.profiles_images:
         encoder = model.images.widen_to_video(settings.max_model_len)
         held = encoder.count_kept_bytes(tokens, model.geometry.hidden, itemsize)
@@ -93,7 +93,7 @@ def _count_expert_workspace(model: ServedModel, settings: ProfileSettings) -> in
     hidden = experts.hidden or model.geometry.hidden
     columns = experts.width // settings.tensor_parallel * (2 if experts.is_gated else 1)
     rows = settings.max_num_batched_tokens * experts.top_k
-    itemsize = get_itemsize(model.dtype)
+    itemsize = ITEMSIZE
     if settings.rules.keeps_workspaces:
         return rows * (max(columns, hidden) + max(columns // 2, hidden)) * itemsize
     return rows * (max(columns, hidden) + columns // 2) * itemsize
@@ -102,7 +102,7 @@ def _count_expert_workspace(model: ServedModel, settings: ProfileSettings) -> in
 def _list_moments(model: ServedModel, settings: ProfileSettings) -> Iterator[tuple[int, str]]:
     """Yield the bytes and a description of each moment that may be the peak, without what stays allocated."""
     yield _compute_sampler_moment(model, settings)
-    g, itemsize = model.geometry, get_itemsize(model.dtype)
+    g, itemsize = model.geometry, ITEMSIZE
     tokens, tp = settings.max_num_batched_tokens, settings.tensor_parallel
     states = (_EAGER_STATES if settings.is_eager else _COMPILED_STATES) * tokens * g.hidden * itemsize
     experts = model.experts
@@ -127,7 +127,7 @@ def _list_moments(model: ServedModel, settings: ProfileSettings) -> Iterator[tup
 
 
 def _compute_sampler_moment(model: ServedModel, settings: ProfileSettings) -> tuple[int, str]:
-    g, itemsize, rules = model.geometry, get_itemsize(model.dtype), settings.rules
+    g, itemsize, rules = model.geometry, ITEMSIZE, settings.rules
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     sampler = rules.find_sampler(settings.gpu.compute_capability)
     vocabulary = g.vocab if sampler == SORT else round_up(g.vocab, VOCABULARY_PADDING)

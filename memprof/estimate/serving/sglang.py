@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from memprof.device.catalog import Gpu
 from memprof.errors import UsageError
 from memprof.estimate.serving.cache import ELEMENT_BYTES
-from memprof.estimate.serving.model import FULL, LATENT, STATE, WINDOW, ServedModel
+from memprof.estimate.serving.model import FULL, ITEMSIZE, LATENT, STATE, WINDOW, ServedModel
 from memprof.estimate.serving.options import ServingOptions
-from memprof.estimate.serving.weights import count_weight_bytes, find_weight_format, get_itemsize
+from memprof.estimate.serving.weights import count_weight_bytes, find_weight_format
 from memprof.serving.budget import EngineBudget
 from memprof.units import GIB, MIB
 
@@ -138,7 +138,7 @@ def count_pool_token_bytes(
 ) -> float:
     """Return the bytes of a token in the pool of one GPU: all full layers, and of windowed layers the part that
     `window_ratio` says; layers that share another one's keys and values have their own here."""
-    element = ELEMENT_BYTES.get(kv_cache_dtype, float(get_itemsize(model.dtype)))
+    element = ELEMENT_BYTES.get(kv_cache_dtype, float(ITEMSIZE))
     g = model.geometry
     kinds = [layer for layer in model.layers if layer.kind != STATE]
     shared = int(model.text.get("num_kv_shared_layers") or 0)

@@ -13,12 +13,11 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.estimate.geometry import DecoderGeometry
-from memprof.estimate.serving.model import Experts, Latent, ServedModel
+from memprof.estimate.serving.model import ITEMSIZE, Experts, Latent, ServedModel
 from memprof.estimate.serving.unquantized import BLOCKS, compute_kept_shares
 from memprof.units import MIB, round_up
 
 VOCABULARY_PADDING = 64  # vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE.
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def _read_compressed_format(entry: Mapping[str, Any]) -> str | None:
 
 
 def count_weight_bytes(
-    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int] = (9, 0),
+    model: ServedModel, weight_format: WeightFormat | None, tensor_parallel: int, capability: tuple[int, int],
     *, has_images: bool = True, limits_splits: bool = False,
 ) -> int:  # fmt: skip
     """Return the bytes of weights on one rank, on a GPU of compute capability `capability`.
@@ -110,7 +109,7 @@ def count_weight_bytes(
     Without `has_images` the image encoder is not loaded; `limits_splits` as for `round_allocation`. Raises UsageError:
     heads cannot be divided over the ranks.
     """
-    itemsize = get_itemsize(model.dtype)
+    itemsize = ITEMSIZE
     total = 0
     for part in list_parts(model, tensor_parallel):
         kept = (
@@ -176,11 +175,6 @@ def _count_rotary_bytes(model: ServedModel, itemsize: int) -> int:
         full_width = model.global_geometry[0] if model.global_geometry else width
         rows += model.max_positions * full_width * factor
     return rows * itemsize
-
-
-def get_itemsize(dtype: str) -> int:
-    """Return the bytes of an element of a dtype that is not quantized."""
-    return _ITEM_BYTES.get(dtype, 2)
 
 
 def list_parts(model: ServedModel, tensor_parallel: int = 1) -> Iterator[Part]:
@@ -269,7 +263,7 @@ def _list_mlp_parts(model: ServedModel, tp: int) -> Iterator[Part]:
     num_dense = g.layers - (0 if experts is None or experts.keeps_dense else experts.num_layers)
     ups = 2 if g.is_gated else 1
     if model.family == "nemotron_h":
-        num_dense, ups = str(model.text.get("hybrid_override_pattern") or "").count("-"), 1
+        num_dense = str(model.text.get("hybrid_override_pattern") or "").count("-")
     width = g.intermediate // tp
     num_shared = int(model.text.get("num_kv_shared_layers") or 0)
     if model.text.get("use_double_wide_mlp") and num_shared:  # Gemma 4: layers that share keys and values.

@@ -169,6 +169,21 @@ def test_grouped_heads_in_float32_have_scores() -> None:
     assert layer.tape.live == layer.tape.saved_bytes + output.num_bytes
 
 
+@pytest.mark.parametrize(
+    ("changes", "setting", "is_copied"),
+    [
+        ({}, {"itemsize": 4}, True),  # scores of grouped heads
+        ({}, {"itemsize": 2}, False),
+        ({"kv_heads": 4}, {"itemsize": 4}, False),
+        ({}, {"itemsize": 4, "padded": True}, False),
+        ({}, {"ulysses_ranks": 2}, True),
+        *(({"family": family}, {}, True) for family in ("gemma2", "gpt_neox", "phi", "phi3")),
+    ],
+)
+def test_heads_that_are_copied_side_by_side(changes: dict, setting: dict, is_copied: bool) -> None:
+    assert make(changes, **setting)._has_strided_heads() == is_copied
+
+
 def test_capped_scores_are_saved_after_tanh_and_after_the_softmax() -> None:
     layer = make({"family": "gemma2"}, batch=3, length=10)
     output = attend(layer)
@@ -315,6 +330,10 @@ LLAMA = {
     ("changes", "setting", "expected"),
     [
         ({}, {}, LLAMA),
+        # With a mask, whose rows are of 16 elements, all heads have keys and values; a sum for each head.
+        ({}, {"padded": True},
+         {**{name: size for name, size in LLAMA.items() if name not in ("key", "value")},
+          "key, repeated": 128, "value, repeated": 128, "attention output (statistics)": 16 + 32}),
         # Each of four heads and two has statistics of its own.
         ({"qk_norm": "head", "family": "qwen3"}, {},
          {**LLAMA, "norm statistics": 8 + 16 + 8, "query, float32 for the norm": 256,

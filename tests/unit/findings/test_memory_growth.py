@@ -398,3 +398,19 @@ def test_covered_storages_are_those_of_the_findings() -> None:
     kept_ones = {index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT}
     assert memory_growth.find_covered_storages(b.context()) == kept_ones
     assert not memory_growth.find_covered_storages(kept(4, elements=1).context())
+
+
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        (["state"], "detach it here: state = state.detach()"),
+        (["state[1]"], "detach it here: state = tuple(part.detach() for part in state)"),
+        (["h", "c['a']"], "detach them here: h = h.detach(); c['a'] = c['a'].detach()"),
+        (["Net.state"], "call .detach() on `Net.state` here"),  # of a class: no code for its object
+        (["h", "Net.state[0]"], "call .detach() on `h` and `Net.state` here"),
+    ],
+)
+def test_states_that_are_carried_on_are_detached_by_their_names(names: list[str], change: str) -> None:
+    holders = [LOSSES._replace(kind="", name=name) for name in names]
+    context = kept(4, LOSSES).context(1000 * MIB)
+    assert memory_growth._make_carried_fix(context, holders, [], "here") == change

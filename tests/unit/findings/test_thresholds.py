@@ -199,6 +199,21 @@ def test_ranks_differ_by_at_least_both(least_mib: int, most_mib: int, beyond_mib
     assert [finding.num_bytes for finding in found] == ([] if beyond_mib is None else [beyond_mib * MIB])
 
 
+def test_ranks_differ_by_the_categories_of_which_the_fullest_has_more() -> None:
+    """At most three, largest differences first."""
+    least = {"parameters": 500, "gradients": 9, "temporaries": 7}
+    for most, told in (
+        ({"parameters": 500, "gradients": 8, "temporaries": 8}, {"temporaries": 1}),
+        ({"a": 1, "b": 3, "c": 2, "temporaries": 11}, {"temporaries": 4, "b": 3, "c": 2}),
+    ):
+        sides = enumerate({name: mib * MIB for name, mib in side.items()} for side in (least, most))
+        peaks = {rank: ranks_differ.RankPeak((rank + 1) * 1000 * MIB, side, ()) for rank, side in sides}
+        (found,) = ranks_differ.find_differing_ranks(peaks)
+        _, *lines = found.evidence
+        assert {line.text.split(":")[0]: line.num_bytes for line in lines} == {n: m * MIB for n, m in told.items()}
+        assert [line.num_bytes for line in lines] == [mib * MIB for mib in told.values()]
+
+
 @pytest.mark.parametrize(
     ("saved_mib", "peak_mib", "is_told"), [(62, 100, False), (64, 100, True), (64, 3200, True), (64, 3202, False)]
 )

@@ -22,6 +22,7 @@ from memprof.trace.events import (
     Role,
     Workspace,
 )
+from memprof.trace.json_values import to_plain
 
 if TYPE_CHECKING:
     from tests.unit.traces import TraceBuilder
@@ -472,7 +473,8 @@ def test_errors_that_the_program_caught(build: TraceBuilder) -> None:
     build.leave()
     build.trace.refused += [workspace, failed]
     ledger = build_ledger(build.trace, replay_on_gpu(build.trace, GpuMemory(64 * MIB, 0)))
-    assert list_caught_errors(ledger) == [
+    caught = list_caught_errors(ledger)
+    assert caught == [
         CaughtError(
             stage="layer 0",
             step=2,
@@ -486,6 +488,7 @@ def test_errors_that_the_program_caught(build: TraceBuilder) -> None:
             event=failed_event,
         )
     ]
+    assert to_plain(caught)[0].keys() & {"bytes", "num_bytes", "event"} == {"bytes"}
 
 
 def test_what_is_said_of_a_live_tensor(build: TraceBuilder) -> None:

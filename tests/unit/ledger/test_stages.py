@@ -279,9 +279,10 @@ def test_format_stage(name: str, step: int, micro_batch: int, text: str) -> None
 @pytest.mark.parametrize(
     ("code", "op", "stages"),
     [
-        ("other( 4x1000 ) 4x1", "aten.mm", ["logits: 4x1000", "loss: 4x1"]),
-        ("other( 4x1000 ) 4x1", "aten.addmm", ["logits: 4x1000", "loss: 4x1"]),
-        ("other( 4x1000 ) 4x1", "aten._scaled_mm", ["logits: 4x1000", "loss: 4x1"]),
+        *(
+            ("other( 4x1000 ) 4x1", f"aten.{op}", ["logits: 4x1000", "loss: 4x1"])
+            for op in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+        ),
         ("other( 4x1000 ) 4x1", "aten.mul", ["loss: 4x1000 4x1"]),
         ("other( 4x999 ) 4x1", "aten.mm", ["loss: 4x999 4x1"]),  # no column for each token
         ("other( 1000 ) 4x1", "aten.mm", ["loss: 1000 4x1"]),

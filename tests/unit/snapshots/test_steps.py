@@ -60,6 +60,12 @@ def test_annotations_of_a_recording_without_events() -> None:
     assert find_steps(found, notes(12, 22)) is None
 
 
+def test_steps_are_in_the_order_of_their_events() -> None:
+    """Event i is at 10 * (i + 1): a step that ends at 85 is followed by event 8."""
+    program = blocks(*[()] * 19, times=[10 * event for event in range(1, 21)])
+    assert find_steps(program, notes(15, 85, 165)) == Steps((0, 1, 8, 16), "3 annotated optimizer steps")
+
+
 def test_a_step_begins_after_the_one_before_has_ended() -> None:
     assert annotated(notes(12, 22)) == Steps((0, 3, 6), "2 annotated optimizer steps")
     assert annotated(notes(21, 15, 16)) == Steps((0, 3, 5), "3 annotated optimizer steps")  # sorted, each once

@@ -17,15 +17,32 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "value", "hint"),
     [
-        {"quantization_config": "fp8"}, {"rope_scaling": "linear"}, {"rope_scaling": {"type": "yarn", "factor": "x"}},
-        {"rope_scaling": {"type": "linear", "factor": -1}}, {"vision_config": [1]},
+        ({"quantization_config": "fp8"}, "mine: quantization_config is 'fp8'", "make quantization_config an object"),
+        ({"rope_scaling": "linear"}, "mine: rope_scaling is 'linear'", "make rope_scaling an object"),
+        ({"vision_config": [1]}, "mine: vision_config is [1]", "make vision_config an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "mine", "could not convert string to float: 'x'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": [1]}},
+            "mine",
+            "float() argument must be a string or a real number, not 'list'",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "mine", "its context has no tokens"),
+        ({"rope_scaling": {"type": "linear", "factor": 1 / 8193}}, "mine", "its context has no tokens"),
+        ({"hidden_size": None}, "mine", "'hidden_size' is missing"),
+        ({"hidden_size": "4096"}, "mine", "hidden_size must be a positive whole number, not '4096'"),
     ],
-)  # fmt: skip
-def test_wrong_entries_are_errors(entry: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="configuration is"):
+)
+def test_what_is_wrong_in_a_configuration_is_named(entry: dict[str, Any], value: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="configuration is") as refused:
         build_served_model({**LLAMA, **entry}, "mine")
+    assert (refused.value.value, refused.value.hint) == (value, hint)
+
+
+def test_a_context_of_one_token_is_one() -> None:
+    config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 1 / 8192}}
+    assert build_served_model(config, "mine").max_positions == 1
 
 
 def test_groups_that_are_no_object_are_an_error() -> None:

@@ -37,3 +37,9 @@ def test_graphs_by_hand(gpu: str, dtype: str, has_loras: bool, num_bytes: float)
 
 def test_no_graph_has_more_tokens_than_a_step() -> None:
     assert list_capture_sizes(256, 64)[-1] == list_capture_sizes(32, 8192)[-1] == 64
+
+
+def test_sizes_of_graphs() -> None:
+    """1, 2, 4, each eighth up to 256, and each sixteenth from there on, of twice as many tokens as requests."""
+    assert list_capture_sizes(8, 8192) == [1, 2, 4, 8, 16]
+    assert list_capture_sizes(150, 8192)[-5:] == [240, 248, 256, 272, 288]

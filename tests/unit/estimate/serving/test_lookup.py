@@ -72,3 +72,15 @@ def test_names_of_a_block_that_is_not_quantized(block: str) -> None:
         for prefix in ("model", "model.language_model", "language_model.model", "backbone"):
             name = f"{prefix}.layers.1.{matrix}"
             assert compute_kept_shares({"exclude_modules": [name]}, 4)[block] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "hf_id"),
+    [
+        ("8B", "llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("1.2B", "llama-shaped-1.2b", "llama-shaped-1.2b"),  # published nowhere
+    ],
+)
+def test_a_size_has_the_name_of_its_model(size: str, name: str, hf_id: str) -> None:
+    model = load_served_model(size, is_size=True)
+    assert (model.name, model.hf_id) == (name, hf_id)

@@ -141,9 +141,11 @@ def test_other_releases_of_sglang_are_errors(release: str) -> None:
 
 
 def test_sglang_refuses_a_fraction_that_is_less_than_the_weights() -> None:
-    options = ServingOptions(utilization=0.5, context_length=4096)
+    """They need theirs and that of 512 tokens of 128 KiB."""
+    options = ServingOptions(utilization=0.5, context_length=4096, free_bytes=20 * GIB)
     budget = sglang.compute_sglang_budget(load_served_model("llama-3.1-8b"), find_gpu("rtx-4090"), options)
-    assert "increase --mem-fraction-static" in budget.refusal and budget.num_tokens == 0
+    least = ((budget.weights_bytes or 0) + 64 * MIB) / (20 * GIB)
+    assert budget.refusal.endswith(f"it is 0.5; weights alone need {least:.3f})") and budget.num_tokens == 0
 
 
 def test_sglang_keeps_states_beside_the_cache() -> None:
@@ -163,6 +165,26 @@ def test_llama_cpp_buffers(model: str, gguf_type: str, mib: float) -> None:
     # The sizes that llama.cpp prints as "CUDA0 model buffer size" for these files.
     budget = compute_llama(model, quantization=gguf_type, context_length=8192)
     assert (budget.weights_bytes or 0) / MIB == pytest.approx(mib, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gguf_type", "bits", "gigabytes"),
+    [
+        ("q4_0", 4.5, 4.66),
+        ("q4_k_s", 4.5, 4.69),
+        ("q4_k_m", 4.5, 4.92),
+        ("q5_k_m", 5.5, 5.73),
+        ("q6_k", 6.5625, 6.60),
+        ("q8_0", 8.5, 8.54),
+        ("f16", 16, 16.07),
+        ("bf16", 16, 16.07),
+    ],
+)
+def test_files_of_llama_cpp_are_as_large_as_published_ones(gguf_type: str, bits: float, gigabytes: float) -> None:
+    """Files of Llama 3.1 8B Instruct; they also have the embedding, in the type of most matrices."""
+    budget = compute_llama("llama-3.1-8b", quantization=gguf_type, context_length=256, total_bytes=80 * GIB)
+    embedding = 128256 * 4096 * bits / 8
+    assert ((budget.weights_bytes or 0) + embedding) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_llama_cpp_cache_and_compute_buffer() -> None:

@@ -101,17 +101,17 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
 @pytest.mark.parametrize(
     ("config", "release", "ranks", "moments"),
     [
-        # Attention and experts: three products of the MLP of 96, and the experts' workspaces, whose second is kept.
+        # Attention and experts: the MLP of 96 has no gate, and the experts' workspaces are kept.
         (
             NEMOTRON | {"hybrid_override_pattern": "M*-M"}, "0.19.0", 1,
-            {"MLP of 1,000 tokens x 288": 1000 * 288 * 2 + STATES,
+            {"MLP of 1,000 tokens x 192": 1000 * 2 * 96 * 2 + STATES,
              "2 experts": 3 * 1000 * 40 * 2 + STATES,
              "linear attention": 3 * 1000 * (96 + 32) * 2 + STATES},
         ),
         # Before 0.13 workspaces come and go: outputs of 48 or 20 columns, and half of the latter.
         (
             NEMOTRON | {"hybrid_override_pattern": "M*EE"}, "0.11.0", 2,
-            {"MLP of 1,000 tokens x 144": 1000 * 144 * 2 + STATES,
+            {"MLP of 1,000 tokens x 96": 1000 * 2 * 48 * 2 + STATES,
              "2 experts": 2000 * (48 + 10 // 2) * 2 + 3 * 1000 * 40 // 2 * 2 + STATES,
              "linear attention": 3 * 1000 * (96 + 32) // 2 * 2 + STATES},
         ),

@@ -12,7 +12,7 @@ from memprof.estimate.serving.model import build_served_model
 from memprof.estimate.serving.unquantized import compute_kept_shares, list_published_exceptions
 from memprof.estimate.serving.weights import count_weight_bytes, find_weight_format, list_parts
 from memprof.units import GIB
-from tests.unit.estimate.serving.test_weights import LLAMA
+from tests.unit.estimate.serving.test_weights import HOPPER, LLAMA
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_matrices_that_are_kept_have_their_dtype() -> None:
         for names in ([], ["model.layers.1.self_attn*"])
     )
     attention = sum(part.count for part in list_parts(plain) if part.block == "attention")
-    difference = count_weight_bytes(kept, find_weight_format(kept, None), 1) - count_weight_bytes(
-        plain, find_weight_format(plain, None), 1
+    difference = count_weight_bytes(kept, find_weight_format(kept, None), 1, HOPPER) - count_weight_bytes(
+        plain, find_weight_format(plain, None), 1, HOPPER
     )
     assert difference == attention
 

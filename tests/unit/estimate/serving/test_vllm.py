@@ -89,6 +89,11 @@ def test_a_budget_by_hand() -> None:
         "sampler",
     )
     assert budget.longest_context == available // block * 16
+    # Its rules, the GPU, memory outside torch, the sampler, adapters, blocks.
+    begins = ["Rules of vLLM", "Nothing else", "Memory outside", "The sampler", "No slots", "The block size"]
+    assert [text[: len(begin)] for begin, text in zip(begins, budget.assumptions, strict=True)] == begins
+    amd = compute("qwen2.5-7b", "mi300x", context_length=8192).assumptions
+    assert amd[0].startswith("On AMD GPUs") and len(amd) == 1 + len(begins)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,31 @@ def test_a_published_log() -> None:
 def test_refusals(model: str, gpu: str, options: dict[str, object], message: str) -> None:
     budget = compute(model, gpu, **options)
     assert not budget.starts and message in budget.refusal
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_length": 40_960}, ""),
+        ({"context_length": 40_961}, "User-specified max_model_len (40961) is greater than the derived"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 64}, ""),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_batched_tokens (64) must be"),
+        ({"free_bytes": 12 * GIB}, ""),
+        ({"free_bytes": 12 * GIB - 1}, "Free memory on device (12.00/24.00 GiB)"),
+    ],
+)
+def test_edges_of_refusals(options: dict[str, int], message: str) -> None:
+    """Of half of 24 GiB: that much must be free."""
+    refusal = compute("qwen3-0.6b", "rtx-4090", utilization=0.5, total_bytes=24 * GIB, **options).refusal
+    assert refusal.startswith(message) and bool(refusal) == bool(message)
+
+
+def test_weights_and_profile_run_have_what_is_free() -> None:
+    tight = {"utilization": 0.05, "total_bytes": 24 * GIB}
+    budget = compute("qwen3-0.6b", "rtx-4090", **tight)
+    needed = (budget.weights_bytes or 0) + (budget.profile_peak_bytes or 0)
+    enough, less = (compute("qwen3-0.6b", "rtx-4090", free_bytes=needed - few, **tight).refusal for few in (0, 1))
+    assert enough.startswith("No available memory") and less.startswith("CUDA out of memory: weights and profile run")
 
 
 def test_old_releases_are_refused() -> None:

@@ -20,6 +20,8 @@ from memprof.estimate.serving.weights import (
 from memprof.units import GIB, MIB, round_up
 from memprof.workload.catalog import find_model, list_models
 
+HOPPER = (9, 0)
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 128,
@@ -105,6 +107,29 @@ def test_parts_that_quantization_makes_smaller(config: dict[str, object]) -> Non
         assert part.name == "projections of each layer" or part.name in BLOCKS[part.block]
 
 
+@pytest.mark.parametrize(
+    ("family", "entries", "expected"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"attention_bias": True}, {"has_qkv_bias": True, "has_o_bias": True}),
+        ("gpt_oss", {}, {"has_qkv_bias": True, "has_o_bias": True}),
+        ("glm4_moe", {"attention_bias": True}, {"has_qkv_bias": True, "qk_norm": ""}),
+        ("qwen2", {}, {"has_qkv_bias": True}),
+        ("qwen3", {}, {"qk_norm": "head"}),
+        ("gemma", {}, {"tied": True}),
+        ("gemma", {"tie_word_embeddings": False}, {}),
+        ("nemotron_h", NEMOTRON | {"hybrid_override_pattern": "M*--"}, {"is_gated": False}),
+    ],
+)
+def test_what_a_family_has_unless_its_configuration_says_otherwise(
+    family: str, entries: dict[str, object], expected: dict[str, object]
+) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
+    geometry = build_served_model(config | {"model_type": family} | entries, "tiny").geometry
+    usual = {"has_qkv_bias": False, "has_o_bias": False, "qk_norm": "", "tied": False, "is_gated": True}
+    assert {name: getattr(geometry, name) for name in usual} == usual | expected
+
+
 FAMILIES = {
     "llama": "llama granite gemma gpt_oss deepseek_v2 deepseek_v3 kimi_k2 nemotron_h", "mistral": "mistral mixtral",
     "qwen2": "qwen2 qwen2_moe qwen2_vl qwen2_5_vl qwen2_5_vl_text qwen2_vl_text mimo_vl",
@@ -165,7 +190,9 @@ def test_weights_of_published_logs(name: str, ranks: int, gib: float) -> None:
 def test_linear_scaling_makes_the_rotary_table_longer() -> None:
     model = load_served_model("google/gemma-3-4b-it")
     plain = {**model.config, "text_config": {**model.config["text_config"], "rope_parameters": {}}}
-    difference = count_weight_bytes(model, None, 1) - count_weight_bytes(build_served_model(plain, "plain"), None, 1)
+    difference = count_weight_bytes(model, None, 1, HOPPER) - count_weight_bytes(
+        build_served_model(plain, "plain"), None, 1, HOPPER
+    )
     assert difference == 7 * 131072 * 256 * 2
 
 
@@ -206,7 +233,7 @@ def test_quantized_latent_attention_keeps_copies_that_are_not() -> None:
             part.copies * round_up(part.count * (1 if part.block else 2), 512) for part in list_parts(model, ranks)
         )
         table, copies = 128 * 8 * 2, 2 * 64 * 8 // ranks * 40 * 2
-        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks) == parts + table + copies
+        assert count_weight_bytes(model, WeightFormat("fp8", 1.0), ranks, HOPPER) == parts + table + copies
 
 
 @pytest.mark.parametrize(
@@ -222,7 +249,7 @@ def test_experts_in_4_bits_are_padded(capability: tuple[int, int], ranks: int, f
     plain = sum(part.copies * round_up(part.count * 2, 512) for part in experts)
     padded = sum(part.copies * round_up(round(part.count * 17 / 32 * factor), 512) for part in experts)
     found = count_weight_bytes(model, find_weight_format(model, None), ranks, capability)
-    assert found == count_weight_bytes(model, None, ranks) - plain + padded
+    assert found == count_weight_bytes(model, None, ranks, capability) - plain + padded
 
 
 @pytest.mark.parametrize(
@@ -289,9 +316,9 @@ def test_unknown_formats_are_refused() -> None:
 
 def test_quantization_leaves_embeddings_alone() -> None:
     model = build_served_model(LLAMA, "tiny")
-    plain = count_weight_bytes(model, None, 1)
+    plain = count_weight_bytes(model, None, 1, HOPPER)
     linear = sum(part.count * part.copies for part in list_parts(model) if part.block)
-    quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1)
+    quantized = count_weight_bytes(model, WeightFormat("fp8", 1.0), 1, HOPPER)
     assert plain - quantized == linear
 
 

@@ -226,3 +226,18 @@ def test_the_nodes_of_a_graph_are_no_batch(nodes: int, is_batch: bool) -> None:
     b.new(nodes, 32, owner=(Role.INPUT, ""))
     b.new(nodes, nodes, owner=(Role.INPUT, ""))
     assert (micro_batch.find_batch_size(b.context()) is not None) == is_batch
+
+
+@pytest.mark.parametrize(
+    ("other", "rows", "is_told"), [((16, 12, 768), 8, True), ((192, 12), 96, False), ((192, 768), 96, False)]
+)
+def test_fewer_beams_are_told_where_rows_are_samples_times_beams(
+    other: tuple[int, ...], rows: int, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(192, 768, owner=(Role.INPUT, ""))
+    b.new(*other, owner=(Role.INPUT, ""))
+    b.new(192, 4096)
+    proposal = only(micro_batch.propose_batches(b.context()))
+    assert f"batches of {rows} samples" in proposal.change and proposal.change.endswith("fewer beams") == is_told
+    assert proposal.trace.storages[2].num_bytes == 96 * 4096 * 4

@@ -150,6 +150,7 @@ def test_norms_of_lists(arguments, expected):
 @pytest.mark.parametrize(("shapes", "dim", "chunks", "dtype", "out", "num_bytes"), [
     # Eight bytes for each block of 2,048 bytes, six for each tensor, and two.
     ([(1024,)], 0, 2, torch.float32, None, 8 * (1 + 6 + 2)), ([(1026,)], 0, 2, torch.float32, None, 8 * (2 + 6 + 2)),
+    ([(4098,)], 0, 2, torch.uint8, None, 8 * (2 + 6 + 2)),
     ([(1024,), (4, 600)], 0, 2, torch.float32, None, 8 * (1 + 3 + 12 + 2)),
     ([(4, 600)], 1, 2, torch.float32, None, 8 * (1 + 6 + 2)), ([(3, 600)], 0, 2, torch.float32, None, 8 * (3 + 6 + 2)),
     ([(1026,)], 0, 2, torch.bfloat16, None, 8 * (1 + 6 + 2)),

@@ -349,3 +349,7 @@ def test_vectors_are_computed_where_values_are_differentiated():
             matrix = torch.randn(64, 64, device="cuda", requires_grad=True)
             function(matrix).sum().backward()
             assert matrix.grad.shape == matrix.shape
+
+
+def test_no_rows_have_no_distances(gpu):
+    assert torch.cdist(matrix(0, 3), matrix(4, 3)).shape == (0, 4)

@@ -121,6 +121,7 @@ def test_which_dimensions_are_one_plan():
     (lambda x: torch.fft.fft(x, dim=0), (4096, 3), torch.complex64, []),
     (lambda x: torch.fft.fft(x[:, :3]), (4, 6, 32_768), torch.complex64, [12 * 32_768 * 8, 12 * 32_768 * 8]),
     (lambda x: torch.fft.irfft(x), (3, 16_385), torch.complex64, [3 * 16_385 * 8, 3 * 16_384 * 8]),
+    (lambda x: torch.fft.irfftn(x, dim=(0, 1)), (2, 2049), torch.complex64, [2 * 2049 * 8, 2 * 2048 * 8]),
     (lambda x: torch.fft.rfft(x), (3, 32_768), torch.float32, [3 * 16_384 * 8]),
     (lambda x: torch.fft.rfftn(x, dim=(0, 1)), (6, 8), torch.float32, [6 * 5 * 8]),
     (lambda x: torch.fft.ihfft(x), (3, 16), torch.float32, []),
