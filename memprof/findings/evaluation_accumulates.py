@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
@@ -23,9 +23,12 @@ MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
 WARNING_BYTES = 1 << 20  # per call: less is only a note
 
+MAX_NAMES = 2  # of what keeps tensors, in the breakdown
+
 MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
 
 _TRAINER = "transformers/trainer"
+_MOVING = "aten._to_copy"
 
 
 class _KeptByLoop(NamedTuple):
@@ -155,7 +158,10 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     has_caches = any(context.ledger.categories[index] is Category.KV_CACHE for index in kept_storages)
     is_inside = not has_caches and any(trace.storages[index].module != NONE for index in kept_storages - outputs)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
+    moved = {index for index in kept_storages if trace.op(trace.storages[index]) == _MOVING}
     kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside else "Outputs"
+    if moved and kept == "Outputs":
+        kept = "Inputs or targets" if moved == kept_storages else "Outputs, and inputs or targets,"
     num_calls = sum(_count_calls(context, one) for one in alike)
     so_far = "so far" if trace.ended_out_of_memory else "after the last"
     title = (
@@ -195,8 +201,14 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
-        culprit=None if largest is None else Culprit(growth.describe_holder(largest), frozenset(kept_storages)),
+        culprit=None if largest is None else Culprit(_name_holders(holders), frozenset(kept_storages)),
     )
+
+
+def _name_holders(holders: Iterable[Holder | None]) -> str:
+    """Return the holders that were seen as words, such as "list `preds` and list `labels`"."""
+    names = [growth.describe_holder(holder) for holder in holders if holder is not None]
+    return " and ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
 def _compute_needs(context: Context, kept: set[int]) -> MemoryNeeds | None:
@@ -232,6 +244,8 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
                 holder,
                 f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
             )
+    if all(trace.op(trace.storages[leak.storages[-1]]) == _MOVING for leak in leaks):
+        return growth.holder_fix_evidence(holder, "keep it in host memory: .cpu(), or what it was before it was moved")
     on_host = " in host memory (.cpu())" if has_host_memory(context) else ""
     needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
     made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None

@@ -200,6 +200,16 @@ def test_a_small_saving_is_no_suggestion_where_memory_ended_the_run(num_bytes: i
         assert ("- small\n" in to_text(render(replace(report, program=program)), 100)) is shown
 
 
+@pytest.mark.parametrize(("is_decisive", "is_first"), [(True, True), (False, False)])
+def test_what_is_free_in_pieces_comes_last_where_it_is_not_the_cause(is_decisive: bool, is_first: bool) -> None:
+    """Of a run that fits with retries."""
+    report = document(65536 * MIB)
+    report = replace(report, verdict=replace(report.verdict, retries=1))
+    pieces = finding("fragmentation", Severity.WARNING, is_decisive=is_decisive)
+    text = with_findings(report, pieces, finding("evaluation-accumulates", Severity.WARNING, is_decisive=is_decisive))
+    assert (text.index("title of frag") < text.index("title of eval")) == is_first
+
+
 def test_what_takes_the_cause_away_is_told_first_however_little_it_saves() -> None:
     own, large = Suggestion("own", None, 1, True, 1), Suggestion("large", None, 1, True, 100)
     program = ProgramFacts(("a.py",), "refused", None, 2, (), asked=RunSpec())

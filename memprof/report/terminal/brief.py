@@ -163,6 +163,8 @@ def list_causes(document: Report) -> list[Finding]:
     # is what is cached.
     is_end = document.program is not None and document.program.ended == "refused"
     shown = decisive or [one for one in noticed if one.id != "fragmentation" or (one is noticed[0] and not is_end)]
+    # What has a line to change comes before what is free in pieces.
+    shown = sorted(shown, key=lambda one: one.id == "fragmentation" and not one.is_decisive)
     by_title: dict[str, Finding] = {}  # two models of one class that are used alike have findings with equal titles
     for finding in shown:
         by_title.setdefault(finding.title, finding)

@@ -2,7 +2,7 @@
 # resolved: the loss in chunks of tokens.
 # run: --gpu a100-40gb
 # first: logits-explosion | does-not-fit
-# fix: some tokens at a time
+# fix: in chunks of tokens
 # also: fragmentation logits-explosion float32-upcast
 import math
 

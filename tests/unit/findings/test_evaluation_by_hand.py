@@ -77,6 +77,32 @@ def test_outputs_that_stay_and_how_long_the_gpu_has_room() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_outputs", "title"),
+    [
+        (0, "Inputs or targets of 4 calls of Net stay on the GPU: 1.00 MiB a call, 4.00 MiB after the last"),
+        (1, "Outputs, and inputs or targets, of 5 calls of Net stay on the GPU: 3.00 MiB a call, 14.00 MiB"),
+    ],
+)
+def test_what_was_moved_for_a_call_is_no_output_of_it(num_outputs: int, title: str) -> None:
+    """The labels of the first call are there before the loop begins with it."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    labels, outputs = [], []
+    for _ in range(5):
+        labels.append(b.alloc(MIB, op="aten._to_copy", line="eval.py:4 main"))
+        output = b.call(2 * MIB)
+        outputs += output
+        b.free(*output[num_outputs:])
+    b.trace.holders.append(OUTPUTS._replace(name="labels", storages=tuple(labels[:2]), source="/x/eval.py:10 main"))
+    b.trace.holders += [OUTPUTS._replace(storages=tuple(outputs[:2]))] * num_outputs
+    finding = only(evaluation_accumulates.find(b.context()))
+    assert finding.title.startswith(title) and finding.culprit is not None
+    assert finding.culprit.name == " and ".join(["list `outputs`"] * num_outputs + ["list `labels`"])
+    fixes = [one.text for one in finding.evidence if one.text.startswith("fix")]
+    assert "fix at x/eval.py:10: keep it in host memory: .cpu(), or what it was before it was moved" in fixes
+    assert len(fixes) == 1 + num_outputs
+
+
+@pytest.mark.parametrize(
     ("held_bytes", "is_told"),
     [(None, False), (2 * MIB - 2, True), (2 * MIB, True), (2 * MIB + 2, False), (4 * MIB, False)],
 )

@@ -181,7 +181,8 @@ def test_llama_cpp_buffers(model: str, gguf_type: str, mib: float) -> None:
     ],
 )
 def test_files_of_llama_cpp_are_as_large_as_published_ones(gguf_type: str, bits: float, gigabytes: float) -> None:
-    """Files of Llama 3.1 8B Instruct; they also have the embedding, in the type of most matrices."""
+    """Files of Llama 3.1 8B Instruct (huggingface.co, bartowski/Meta-Llama-3.1-8B-Instruct-GGUF): they also have the
+    embedding, in the type of most matrices."""
     budget = compute_llama("llama-3.1-8b", quantization=gguf_type, context_length=256, total_bytes=80 * GIB)
     embedding = 128256 * 4096 * bits / 8
     assert ((budget.weights_bytes or 0) + embedding) / 1e9 == pytest.approx(gigabytes, rel=0.01)
