@@ -27,7 +27,7 @@ MAX_NAMES = 2  # of what keeps tensors, in the breakdown
 
 MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
 
-_TRAINER = "transformers/trainer"
+TRAINER = "transformers/trainer"  # in the paths of its Trainer
 _MOVING = "aten._to_copy"
 
 
@@ -227,7 +227,7 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
-    if any(line is not None and _TRAINER in line.replace("\\", "/") for line in lines):
+    if any(line is not None and TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
             "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs "
             "(such as the argmax, which is then not taken again there)"

@@ -384,10 +384,10 @@ class VmapCall(NamedTuple):
 
 
 class BatchLoader(NamedTuple):
-    """A DataLoader that the program iterates over, and that a line of its own code has made."""
+    """A DataLoader that the program iterates over."""
 
     batch_size: int
-    source: int  # index in Trace.sources: the line that makes it
+    source: int  # index in Trace.sources: the program's own line that made it, or else a library's
 
 
 class GraphBackward(NamedTuple):

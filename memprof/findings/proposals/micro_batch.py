@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from memprof.findings.evaluation_accumulates import find_kept_keys
+from memprof.findings.evaluation_accumulates import TRAINER, find_kept_keys
 from memprof.findings.evidence import (
     file_and_line,
     find_call_between_steps,
@@ -22,7 +22,7 @@ from memprof.findings.proposals.messages import MIN_NODES
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
-from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace, is_own_source
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
 _EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
@@ -70,13 +70,15 @@ def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) ->
 
 
 def _find_loader_line(trace: Trace, batch_size: int) -> tuple[str | None, str]:
-    """Return the line that makes the data loader with this batch size that was iterated over last, and it as text;
-    (None, "") if there is none."""
-    lines = [loader.source for loader in trace.loaders if loader.batch_size == batch_size]
+    """Return the own line that makes the data loader with this batch size that was iterated over last, and it as text,
+    or the name of the setting, which the Trainer of transformers has; else (None, "")."""
+    lines = [trace.sources[loader.source] for loader in trace.loaders if loader.batch_size == batch_size]
     if not lines:
         return None, ""
-    line = trace.source_at(lines[-1])
-    return line, f" ({file_and_line(line)})"
+    if is_own_source(lines[-1]):
+        return lines[-1], f" ({file_and_line(lines[-1])})"
+    is_of_trainer = TRAINER in lines[-1].replace("\\", "/")
+    return None, f" (per_device_{'train' if trace.trains else 'eval'}_batch_size)" if is_of_trainer else ""
 
 
 def _is_without_gradients(context: Context) -> bool:

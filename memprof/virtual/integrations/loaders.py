@@ -80,12 +80,16 @@ def _record_loaders(recorder: Recorder) -> Iterator[Patch]:
     @functools.wraps(init)
     def init_and_record(loader: Any, *args: Any, **kwargs: Any) -> None:
         init(loader, *args, **kwargs)
-        lines[loader] = recorder.attribution.find_caller_line()
+        line = recorder.attribution.find_caller_line()
+        if line != NONE and not is_own_source(recorder.trace.sources[line]):  # a library wraps the program's loader
+            line = next((lines[other] for other in lines if other.dataset is loader.dataset), line)
+        lines[loader] = line
 
     @functools.wraps(iterate)
     def record_and_iterate(loader: Any) -> Any:
-        trace, source, size = recorder.trace, lines.get(loader, NONE), loader.batch_size
-        if size is not None and source != NONE and is_own_source(trace.sources[source]):
+        trace, source = recorder.trace, lines.get(loader, NONE)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)  # as accelerate's have
+        if isinstance(size, int) and source != NONE:
             entry = BatchLoader(size, source)
             trace.loaders += [entry] if trace.loaders[-1:] != [entry] else []
         return iterate(loader)

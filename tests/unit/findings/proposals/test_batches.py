@@ -130,6 +130,23 @@ def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> Non
         assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
 
 
+@pytest.mark.parametrize(
+    ("file", "trains", "place"),
+    [
+        ("/lib/site-packages/transformers/trainer.py", True, " (per_device_train_batch_size)"),
+        (r"C:\lib\site-packages\transformers\trainer.py", False, " (per_device_eval_batch_size)"),
+        ("/lib/site-packages/lib/train.py", True, ""),
+    ],
+)
+def test_the_setting_of_a_trainer(file: str, trains: bool, place: str) -> None:
+    context = batch((64, 256), trains=trains)
+    context.ledger.trace.trains = trains
+    context.ledger.trace.sources.append(f"{file}:9 make")
+    context.ledger.trace.loaders.append(BatchLoader(64, len(context.ledger.trace.sources) - 1))
+    proposal = only(smaller(context))
+    assert proposal.source is None and f"instead of 64{place}{', and' if trains else ''}" in proposal.change
+
+
 def test_an_inference_has_no_gradients_to_add_up() -> None:
     proposal = only(smaller(batch((64, 256), trains=False)))
     assert proposal.value is None and proposal.change.startswith("use batches of 32 samples, one after another")

@@ -143,6 +143,21 @@ def test_loaders_are_recorded_with_their_lines() -> None:
     }
 
 
+def test_a_loader_that_a_library_makes_of_another_has_its_line() -> None:
+    """As accelerate does, whose loaders are those of the program wrapped."""
+    text = "def wrap(loader):\n    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)\n"
+    text += "def make(samples):\n    return DataLoader(samples, batch_size=3)\n"
+    library: dict[str, Any] = {"DataLoader": DataLoader}
+    exec(compile(text, "/site-packages/accelerate/data_loader.py", "exec"), library)
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        own = DataLoader(TensorDataset(torch.zeros(8)), batch_size=4)
+        list(library["wrap"](own))
+        list(library["make"](TensorDataset(torch.zeros(8))))
+    lines = [gpu.trace.sources[loader.source] for loader in gpu.trace.loaders]
+    assert lines[0].startswith(f"{__file__}:") and lines[1] == "/site-packages/accelerate/data_loader.py:4 make"
+    assert [loader.batch_size for loader in gpu.trace.loaders] == [4, 3]
+
+
 def test_no_process_and_no_thread_is_started() -> None:
     seen = set()
 
