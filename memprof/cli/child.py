@@ -16,6 +16,7 @@ import typer
 
 from memprof.cli.streams import report_error
 from memprof.errors import MemprofError
+from memprof.monitor.probe import remove_refusal_files
 
 _FORWARDED_SIGNALS = {
     getattr(signal, name)
@@ -75,6 +76,7 @@ def continue_in_child(*, as_json: bool) -> None:
         return
     status, received_signals = _wait_for_child(child_pid)
     signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    remove_refusal_files(child_pid)
     exit_code = int.from_bytes(shared_code[:2], "little") - 1
     raise typer.Exit(_report_child_end(status, received_signals, as_json=as_json) if exit_code < 0 else exit_code)
 

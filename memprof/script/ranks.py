@@ -14,7 +14,6 @@ import pickle
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ import torch
 
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError, UsageError
+from memprof.monitor.probe import remove_refusal_files
 from memprof.script.exchange import PEER, Exchange
 from memprof.script.stop import EndReason, StopRun
 from memprof.serving.budget import EngineBudget
 from memprof.units import format_bytes
 from memprof.virtual.peers.channel import Channel
-from memprof.virtual.subprocesses import refusal_file_prefix
 
 # Seconds that a rank may wait for a running rank: as long as NCCL's watchdog waits (kProcessGroupNCCLDefaultTimeout of
 # torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp).
@@ -144,8 +143,7 @@ def run_ranks_together(
             time.sleep(0.02)
         for process in processes:
             process.signal(signal.SIGKILL)
-            for file in Path(tempfile.gettempdir()).glob(f"{refusal_file_prefix(process.pid)}*"):
-                file.unlink(missing_ok=True)
+            remove_refusal_files(process.pid)
         signal.signal(signal.SIGTERM, previous_handler)
 
 

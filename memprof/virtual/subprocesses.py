@@ -36,11 +36,6 @@ _NVIDIA_SMI = "nvidia-smi"
 _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 
 
-def refusal_file_prefix(pid: int) -> str:
-    """Return the prefix of the file in which process `pid` reports unsupported operations; it may be killed."""
-    return f"memprof-refusals-{pid}-"
-
-
 class Subprocesses:
     """Context manager: processes that the program starts get the probe and the variables `environment`."""
 
@@ -52,7 +47,7 @@ class Subprocesses:
         self._previous_handler: Any = None  # previous handler of the signal that ends an endless wait
 
     def __enter__(self) -> Subprocesses:
-        descriptor, self.file = tempfile.mkstemp(prefix=refusal_file_prefix(os.getpid()))
+        descriptor, self.file = tempfile.mkstemp(prefix=probe.make_refusal_file_prefix(os.getpid()))
         os.close(descriptor)
         self._process = os.getpid()
         os.environ.update(self._add_probe(os.environ))

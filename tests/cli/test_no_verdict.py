@@ -1,6 +1,7 @@
 """A script that ends where memprof is not asked: exit code 1 and what to do, never 0 with nothing printed."""
 
 import json
+import os
 
 import pytest
 
@@ -47,9 +48,14 @@ ENDS = {
 def test_no_verdict_is_exit_code_1_and_one_error(how, tmp_path):
     text, value = ENDS[how]
     (tmp_path / "script.py").write_text(TRAIN * (how != "empty") + text)
-    done = python("-m", "memprof", "run", "--json", "script.py", folder=tmp_path)
+    files = tmp_path / "files"
+    files.mkdir()
+    done = python(
+        "-m", "memprof", "run", "--json", "script.py", folder=tmp_path, env={**os.environ, "TMPDIR": str(files)}
+    )
     error = checked(json.loads(done.stdout))["error"]
     assert (done.exit_code, error["exit_code"], error["value"]) == (1, 1, value)
+    assert not list(files.glob("memprof-*")) or how == "daemon"  # whose parent does not know it
     assert error["problem"].startswith("no verdict: ") and error["hint"]
     assert f"memprof: {error['problem']}\n" in done.stderr and "Traceback" not in done.stderr
 
