@@ -234,7 +234,7 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
         )
     if any(context.ledger.categories[leak.storages[-1]] is Category.KV_CACHE for leak in leaks):
         return growth.holder_fix_evidence(
-            holder, "keep the tokens of each output, and drop its KV cache and its scores"
+            holder, "drop the KV cache of each call when its request is over, and keep its tokens"
         )
     if holder is not None and holder.held_bytes is not None:
         whole_bytes = sum(trace.storages[index].num_bytes for index in holder.storages)

@@ -7,6 +7,7 @@ from memprof.findings.effect import (
     effect_evidence,
     is_decisive,
 )
+from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.lifetimes import Saving
@@ -24,6 +25,9 @@ def find(context: Context) -> list[Finding]:
     if caches is None or not caches.is_certain:
         return []
     lifetimes = context.lifetimes
+    kept = find_kept_storages(context).intersection(caches.frees)
+    if 2 * lifetimes.sum_bytes(kept) > lifetimes.sum_bytes(caches.frees):
+        return []  # evaluation-accumulates tells of the list or dict that keeps them
     saved = [Saving(used, lifetimes.deaths[i], lifetimes.sum_bytes([i])) for i, used in caches.frees.items()]
     num_bytes = lifetimes.peak_reduction(saved)
     if num_bytes < MIN_BYTES or num_bytes < MIN_SHARE * ledger.peak_bytes:

@@ -248,7 +248,10 @@ def test_caches_that_something_keeps_and_no_later_call_uses(is_held: bool, is_us
     found = evaluation_accumulates.find(b.context())
     assert bool(found) == (is_held and not is_used)
     for one in found:
-        assert one.title.startswith("KV caches and outputs of 5 calls") and "its KV cache" in one.evidence[-1].text
+        assert (
+            one.title.startswith("KV caches and outputs of 5 calls")
+            and "the KV cache of each call" in one.evidence[-1].text
+        )
 
 
 # -- evaluation-with-gradients ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.findings import Context
+from memprof.findings import Context, unused_kv_cache
 from memprof.findings.proposals import kv_cache
 from memprof.findings.unused_kv_cache import find
 from memprof.trace.events import NONE, Forward, PhaseKind, Role
@@ -64,6 +64,17 @@ def test_from_5_percent_of_the_peak_on() -> None:
 )
 def test_what_is_no_finding(context: Context) -> None:
     assert find(context) == []
+
+
+@pytest.mark.parametrize(("num_kept", "is_told"), [(0, True), (2, True), (3, False)])
+def test_caches_that_a_list_keeps_are_told_with_it(
+    num_kept: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of those of four calls."""
+    context = calls(4)
+    caches = [index for index, owner in context.ledger.trace.owners.items() if owner.role is Role.KV_CACHE]
+    monkeypatch.setattr(unused_kv_cache, "find_kept_storages", lambda _: frozenset(caches[:num_kept]))
+    assert bool(find(context)) == is_told
 
 
 def test_of_one_call_nobody_knows() -> None:

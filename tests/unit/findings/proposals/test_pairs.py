@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memprof.findings import Context
-from memprof.findings.proposals import joined_pairs, pairs, vmap
+from memprof.findings.proposals import joined_pairs, pairs, table_products, vmap
 from memprof.trace.events import NONE, Caller, EvalCall, EventKind, Forward, PhaseKind, VmapCall
 from memprof.units import GIB, MIB
 from tests.unit.findings.figures import figures
@@ -214,3 +214,28 @@ def test_features_of_all_pairs_that_are_joined(change: dict[str, Any], is_told: 
     found = listed(joined_pairs.propose(b.context()))
     assert [one.trace.storages[3].num_bytes for one in found] == [rows * 4] * is_told
     assert all(f"([{items}, 1] + [1, {items}])" in one.change and "gat.py:32" in one.change for one in found)
+
+
+@pytest.mark.parametrize(
+    ("tables", "op", "shape", "is_told"),
+    [
+        (((2048, 16), (1024, 16)), "aten.mm", (2048, 1024), True),
+        (((2048, 16), (1023, 16)), "aten.mm", (2048, 1023), False),
+        (((2048, 16), (1024, 17)), "aten.mm", (2048, 1024), False),
+        (((2048, 16),), "aten.mm", (2048, 1024), False),  # a layer on inputs
+        (((2048, 16), (1024, 16)), "aten.mul", (2048, 1024), False),
+    ],
+)
+def test_a_product_of_two_tables(
+    tables: tuple[tuple[int, int], ...], op: str, shape: tuple[int, int], is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for number, table in enumerate(tables):
+        b.parameter(f"table{number}", *table)
+    product = b.new(*shape, op=op, line="net.py:4 forward")
+    gradient = b.new(*shape, op="aten.zeros")
+    found = listed(table_products.propose(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert "[2048 x 1024] at net.py:4" in one.change and one.source == "net.py:4 forward"
+        assert not one.trace.storages[product].num_bytes and not one.trace.storages[gradient].num_bytes
