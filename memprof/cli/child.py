@@ -16,7 +16,6 @@ import typer
 
 from memprof.cli.streams import report_error
 from memprof.errors import MemprofError
-from memprof.monitor.probe import remove_refusal_files
 
 _FORWARDED_SIGNALS = {
     getattr(signal, name)
@@ -60,6 +59,8 @@ def continue_in_child(*, as_json: bool) -> None:
         return
     import ctypes  # imported here: most commands have no child
     import mmap
+
+    from memprof.monitor.probe import remove_refusal_files
 
     sys.stdout.flush()
     sys.stderr.flush()
