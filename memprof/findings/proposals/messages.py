@@ -40,7 +40,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     )
     yield Proposal(
         resize(trace, sizes),
-        f"{change}, if each is a row of features times a weight",
+        f"{change}, if each is a row of features times a weight, else train on sampled neighborhoods of some nodes",
         source=trace.source_line(largest),
     )
 

@@ -64,6 +64,9 @@ def propose(context: Context) -> Iterator[Proposal]:
     along = f" along dimension {chunks.axis}" if chunks.axis and not is_product else ""
     change = f"compute in chunks of {chunks.rows:,} of the {storage.shape[chunks.axis]:,} rows{along}{checkpointed}"
     change += ", and reduce each to what is needed of it before the next" * is_product
+    is_square = len(storage.shape) < POINT_DIMS and storage.shape[0] == storage.shape[1]
+    if is_square and not may_be_trained:  # candidates, such as boxes, with each other
+        change += ", or select fewer rows first (such as torch.topk)"
     if trace.op(storage) in _ONE_HOT and len(storage.shape) >= MIN_IMAGE_DIMS:
         change = f"compare one class at a time (target == c) instead of this one_hot of all classes, or {change}"
     elif trace.op(storage) in _ONE_HOT:

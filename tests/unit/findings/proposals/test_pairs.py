@@ -239,3 +239,16 @@ def test_a_product_of_two_tables(
     for one in found:
         assert "[2048 x 1024] at net.py:4" in one.change and one.source == "net.py:4 forward"
         assert not one.trace.storages[product].num_bytes and not one.trace.storages[gradient].num_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "trains", "is_told"),
+    [((4096, 4096, 2), False, True), ((4096, 4095, 2), False, False), ((4096, 4096, 2), True, False)],
+)
+def test_candidates_of_an_inference_may_be_fewer(shape: tuple[int, ...], trains: bool, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(4096, 4, op="aten.randn")
+    b.new(*shape, op="aten.maximum", line="nms.py:4 iou")
+    b.trace.trains = trains
+    change = only(pairs.propose(b.context())).change
+    assert ("or select fewer rows first (such as torch.topk)" in change) == is_told
