@@ -55,7 +55,7 @@ def find(context: Context) -> list[Finding]:
     max_live, max_saved = lifetimes.find_max_live(gradients), lifetimes.find_max_live(saved)
     source = None if call is None else trace.source_at(call.source)
     line = file_and_line(source)
-    name = "" if call is None else f" of {trace.modules[call.module].class_name}, called at {line},"
+    name = "" if call is None else f" of {trace.modules[call.module].class_name}, called at {_name_line(trace, call)},"
     changed = free_earlier(resize(trace, dict.fromkeys(gradients, 0)), saved)
     needs = compute_needs_of(context, changed)
     decides = is_decisive(context, needs)
@@ -99,6 +99,13 @@ def find(context: Context) -> list[Finding]:
     return [
         Finding("untrained-gradients", Severity.WARNING, title, num_bytes, lines, (), is_decisive=decides, edit=edit)
     ]
+
+
+def _name_line(trace: Trace, call: Forward) -> str:
+    """Return the line of a call, with the line that calls its function if several do, as with several models."""
+    line, caller = file_and_line(trace.source_at(call.source)), trace.source_at(call.caller)
+    callers = {other.caller for other in trace.list_calls() if other.source == call.source}
+    return line if caller is None or len(callers) == 1 else f"{line} from {file_and_line(caller)}"
 
 
 def _is_read(context: Context, index: int) -> bool:

@@ -13,6 +13,8 @@ from memprof.trace.events import NONE, Trace
 # What is multiplied by its input, after which operators -> the function of torch that keeps its input alone.
 _FUNCTIONS = {("aten.sigmoid",): "silu", ("aten.softplus", "aten.tanh"): "mish"}
 
+_ACTIVATIONS = {"aten.sigmoid", "aten.softplus", "aten.tanh", "aten.relu", "aten.gelu"}
+
 
 @proposes(38)
 def propose(context: Context) -> Iterator[Proposal]:
@@ -41,10 +43,14 @@ def _is_scaled(trace: Trace, first: int) -> bool:
 
 
 def _list_products(trace: Trace, ops: tuple[str, ...]) -> Iterator[range]:
-    """Yield the storages of `ops` that one line makes one after another, and a product of their shape after them."""
+    """Yield the storages of `ops` that one line makes one after another, and a product of their shape after them.
+
+    A line with another of _ACTIVATIONS multiplies two functions: tanh(f(x)) * sigmoid(g(x)).
+    """
     names = [*ops, "aten.mul"]
+    gates = {one.source for one in trace.storages if trace.op(one) in _ACTIVATIONS and trace.op(one) not in ops}
     for first, storage in enumerate(trace.storages):
-        if trace.op(storage) != names[0] or storage.source == NONE or not is_forward(trace, storage):
+        if trace.op(storage) != names[0] or storage.source in (NONE, *gates) or not is_forward(trace, storage):
             continue
         own = trace.storages[first : first + len(names)]
         is_alike = len({(one.source, one.shape, one.module) for one in own}) == 1

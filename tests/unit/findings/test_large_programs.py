@@ -241,6 +241,17 @@ def test_a_function_of_a_scaled_argument(line: str, function: str) -> None:
     assert found.change.startswith(f"use torch.nn.functional.{function} instead")
 
 
+@pytest.mark.parametrize(("op", "line", "is_told"), [("tanh", 4, False), ("tanh", 3, True), ("exp", 4, True)])
+def test_a_product_of_two_functions_is_none_of_an_input(op: str, line: int, is_told: bool) -> None:
+    """tanh(f(x)) * sigmoid(g(x)), with a convolution between."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 64, op=f"aten.{op}", line=f"act.py:{line} forward")
+    b.new(64, 64, op="aten.convolution", line="conv.py:1 forward")
+    for second in ("sigmoid", "mul"):
+        b.new(64, 64, op=f"aten.{second}", line="act.py:4 forward")
+    assert bool(list(activations.propose(b.context()))) == is_told
+
+
 @pytest.mark.parametrize("change", ["another line", "another shape", "freed"])
 def test_a_gate_is_another_function(change: str) -> None:
     b = TraceBuilder(PhaseKind.FORWARD)

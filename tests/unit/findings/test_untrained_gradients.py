@@ -52,6 +52,19 @@ def only(findings: list[Finding]) -> Finding:
     return finding
 
 
+@pytest.mark.parametrize(
+    ("callers", "place"), [((), "train.py:5"), ((9,), "train.py:5"), ((9, 8), "train.py:5 from train.py:9")]
+)
+def test_a_function_that_calls_several_models_is_told_with_its_caller(callers: tuple[int, ...], place: str) -> None:
+    b = program(saved_bytes=256 * MIB)
+    called = b.trace.forwards
+    for index, call in enumerate(called):
+        number = callers[index % len(callers)] if callers else None
+        caller = NONE if number is None else b._index(b.trace.sources, f"train.py:{number} main")
+        called[index] = call._replace(caller=caller)
+    assert f"of Target, called at {place}, gets" in only(find(b.context())).title
+
+
 def test_what_is_freed_and_what_to_change() -> None:
     finding = only(find(program(saved_bytes=256 * MIB).context()))
     assert finding.num_bytes == 384 * MIB
