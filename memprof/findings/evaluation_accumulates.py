@@ -159,7 +159,11 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     is_inside = not has_caches and any(trace.storages[index].module != NONE for index in kept_storages - outputs)
     per_call = sum(map(_sum_bytes_per_call, holders.values()))
     moved = {index for index in kept_storages if trace.op(trace.storages[index]) == _MOVING}
-    kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside else "Outputs"
+    # A metric keeps what it makes of the outputs.
+    is_of_object = all(
+        holder is not None and holder.kind and holder.kind not in growth.CONTAINERS for holder in holders
+    )
+    kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside or is_of_object else "Outputs"
     if moved and kept == "Outputs":
         kept = "Inputs or targets" if moved == kept_storages else "Outputs, and inputs or targets,"
     num_calls = sum(_count_calls(context, one) for one in alike)

@@ -184,12 +184,12 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     source = trace.source_at(calls[0].caller if is_of_method else calls[0].source)
     line = file_and_line(source)
     mode = "" if any(call.training for call in calls) else " in eval mode"
-    keeps = "keeps" if len(calls) == 1 else "keep"
+    saves = "saves" if len(calls) == 1 else "save"
     unused = _find_unused_no_grad(trace, source)
     why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
     title = (
-        f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {keeps} up to "
-        f"{format_bytes(num_bytes)}{' together' * (len(calls) > 1)} for a backward that never comes"
+        f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
+        f"{format_bytes(num_bytes)} of activations{' together' * (len(calls) > 1)}, and no backward uses them"
         f"{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
@@ -223,7 +223,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"graph{'s' * (len(calls) > 1)} of {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"saved by {plural(len(calls), 'call')}", frozenset(kept.saved)),
     )
 
 

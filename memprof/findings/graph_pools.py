@@ -14,7 +14,8 @@ MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05  # of reserved memory; one pool must save this share and MIN_BYTES, unless the run would fit with it
 
 _FIX = (
-    "use one pool for all graphs, if they are replayed one at a time: pool=handle, of torch.cuda.graph_pool_handle(); "
+    "use one pool for all graphs, if they are replayed one at a time: torch.cuda.graph(graph, pool=handle), with one "
+    "handle = torch.cuda.graph_pool_handle(); "
     "capture the largest input first"
 )
 
@@ -46,8 +47,8 @@ def _make_finding(context: Context, source: str, pools: set[int]) -> Finding | N
         return None
     title = (
         f"CUDA graphs captured at {file_and_line(source)} have {len(free)} private pools: {format_bytes(saved_bytes)} "
-        f"of the {format_bytes(reserved)} reserved ({percent(saved_bytes, reserved)}) are free in these, and serve no "
-        "other graph"
+        f"of the {format_bytes(reserved)} reserved ({percent(saved_bytes, reserved)}) are free in these, each for its "
+        "own graph alone"
     )
     effect = f"with one pool the run reserves at least {format_bytes(needed_bytes)}"
     evidence = (fix_at(source, _FIX), Evidence(effect, num_bytes=saved_bytes))

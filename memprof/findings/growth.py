@@ -45,6 +45,8 @@ MIN_RISES = 3
 
 MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
+CONTAINERS = ("dict", "OrderedDict", "defaultdict", "list", "set", "deque")  # kinds of holders
+
 CYCLE_FIXES = {
     CycleKind.GRAD: "take the gradient with torch.autograd.grad(..., create_graph=True), or set .grad = None after the "
     "step",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,7 +20,14 @@ from memprof.findings.evaluation_accumulates import find_kept_storages
 from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line, find_own_line, format_shape, names_of, plural, tensor_evidence
 from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, rule
-from memprof.findings.growth import CYCLE_FIXES, describe_holder, find_growing_storages, find_idle_holder, holder_key
+from memprof.findings.growth import (
+    CONTAINERS,
+    CYCLE_FIXES,
+    describe_holder,
+    find_growing_storages,
+    find_idle_holder,
+    holder_key,
+)
 from memprof.findings.growth_until_peak import find_piled_up_storages, list_growth_holders
 from memprof.findings.idle_storages import (
     MIN_BYTES,
@@ -60,8 +68,6 @@ _MOST_SHOWN = 3
 # What makes the weights of a functional call from those before it: no model is built.
 _UPDATES = {"aten.sub", "aten.add", "aten.mul", "aten.addcmul", "aten.addcdiv", "aten.lerp"}
 
-_CONTAINERS = ("dict", "OrderedDict", "defaultdict", "list", "set", "deque")  # kinds of holders
-
 
 class _Group(NamedTuple):
     """Storages that one variable, line or model keeps after their last use."""
@@ -72,6 +78,7 @@ class _Group(NamedTuple):
     storages: list[int]
     is_model: bool = False
     is_snapshot: bool = False  # takes nothing on the GPU with `fix`; what is none is freed after its last use
+    saves_more: bool = False  # `fix` makes other tensors smaller too: what the run needs with it is not known
     note: str = ""  # more evidence
     edit: Edit | None = None  # the change of the program that `fix` is
     holder: Holder | None = None  # None: not one alone, or not seen
@@ -250,8 +257,8 @@ def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
     """Return what to do with a model that is no longer used; if `holder` is a cache or a container, with that."""
     if holder is not None and holder.kind == "lru_cache":
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
-        return f"{cleared}, or cache nothing that refers to the model: the cache of a method keeps its `self`"
-    if holder is not None and holder.kind in _CONTAINERS:
+        return f"{cleared}, or put no cache on a method of it, which keeps `self`"
+    if holder is not None and holder.kind in CONTAINERS:
         return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
     what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
     return f"delete {what}, or move {them} to the host"
@@ -377,10 +384,11 @@ def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Gr
         fix = _LOAD_FIX
     elif taken is not None:
         line, shape = file_and_line(trace.source_line(taken)), format_shape(taken.shape)
-        fix = f"choose the elements that {line} takes ({shape}) first, and compute these alone"
+        fix = f"index first, and compute only the elements that {line} takes ({shape})"
     elif is_variable and holder.source is not None:
         edit = Edit(EditKind.DELETE, holder.source, variable)
-    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit, holder=holder)
+    saves_more = edit is None and taken is not None
+    return _Group(_format_holder(holder), fix, holder.source, storages, edit=edit, holder=holder, saves_more=saves_more)
 
 
 def _find_taken(trace: Trace, index: int) -> Storage | None:
@@ -425,11 +433,15 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
     title = f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
+    effect = Evidence("the run's peak is at another moment, and the same without it")
+    if needs is not None:
+        change = name_other_place(context) if group.is_snapshot else "freed after its last use"
+        effect = effect_evidence(context, needs, change)
+    if group.saves_more:
+        effect = replace(effect, required_bytes=None)
     evidence = (
         Evidence(f"fix: {group.fix}", source=group.source),
-        effect_evidence(context, needs, name_other_place(context) if group.is_snapshot else "freed after its last use")
-        if needs is not None
-        else Evidence("the run's peak is at another moment, and the same without it"),
+        effect,
         *([Evidence(group.note)] if group.note else []),
         *_make_tensor_evidence(context, group.storages),
         *([Evidence(where)] if where else []),

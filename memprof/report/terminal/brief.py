@@ -107,7 +107,9 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     is_product = (verdict.oom_op or "") == "aten.bmm" and verdict.oom_shape[:1] == (1,)  # of matrices, as of einsum
     tensor = describe_tensor(verdict.oom_shape[is_product:], verdict.oom_dtype or "")
     sources = verdict.oom_source, *verdict.oom_callers
-    lines = ", called at ".join(map(short_source, sources))
+    places = list(map(short_source, sources))
+    is_of_backward = verdict.oom_stage == "backward" and len(places) > 1  # whose line of the forward is the first
+    lines = ", called at ".join([f"the backward of {places[0]}", *places[1:]] if is_of_backward else places)
     operator = name_operator(verdict.oom_op or "")
     is_own = not Path(verdict.oom_source).is_absolute()  # as files of libraries are
     code_there = read_code(verdict.oom_source, code_folder) if code_folder and is_own else None
@@ -116,7 +118,7 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     tried_bytes = verdict.tried_to_allocate_bytes or 0
     is_segment = tried_bytes in (SMALL_BUFFER, LARGE_SEGMENT)  # for a tensor that may be smaller
     size = f"a segment of {format_bytes(tried_bytes)} for " if is_segment else f"{format_bytes(tried_bytes)}, "
-    text = f"failed allocation: {size}{tensor}{by}, at {lines}"
+    text = f"failed allocation: {size}{tensor}{by}, {'in' if is_of_backward else 'at'} {lines}"
     changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
     if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
@@ -365,7 +367,7 @@ def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
     ]
     step = describe_step(document, choose_full_step(document))
     title = f"stage{f' ({step})' * bool(step)}, {unit.name} of tensors"
-    table = make_table(title, ">peak", ">at its end")
+    table = make_table(title, ">peak", ">after")
     for row, name, fit in cells:
         sizes = unit.format(row.peak_allocated_bytes), unit.format(row.allocated_bytes)
         table.add_row(name.append(f"  <- {fit.plain}", style="red") if row.oom else name, *sizes)

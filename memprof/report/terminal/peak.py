@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from memprof.ledger.categories import Category
+from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import Unit, choose_unit, format_shape
 from memprof.report.terminal.console import dim, draw_bar, make_section, make_table
@@ -19,7 +20,13 @@ _MAX_ROUNDING_BYTES = 20 * MIB  # By which torch's message exceeds a tensor: it 
 _REFUSED_WORKSPACES = (
     "Convolutions without room for cuDNN's workspace: {}. torch then takes another algorithm, here without workspace."
 )
-_NAMES_OF_ROWS = {"fragmentation": "rounding of blocks"}  # among tensors, where it is no memory between segments
+# Categories as rows of the first screen: what else they have, and rounding, which is no memory between segments.
+_NAMES_OF_ROWS = {
+    "fragmentation": "rounding by the allocator",
+    "inputs": "inputs and other tensors",
+    "library workspace": "workspaces of CUDA libraries",
+}
+_FAILED = "failed allocation"
 _MIN_PEAK_SHARE = 0.1  # Of what a run needs: a smaller peak has a unit of its own.
 _MIN_UNCERTAIN_SHARE = 0.01  # Of the peak: below this share, the effect of unknown workspaces is not shown.
 
@@ -60,9 +67,20 @@ def _divide_peak(document: Report) -> dict[str, int]:
         parts[name] = sum(categories.values())
         for category, num_bytes in categories.items():
             rest[category] -= num_bytes
+    failed = _find_failed(document) if _is_failed_included(document) else None
+    if failed is not None and rest.get(failed.category, 0) >= (each := failed.allocated_bytes // failed.count):
+        parts[_FAILED] = each
+        rest[failed.category] -= each
     names = _NAMES_OF_ROWS | {Category.KEPT.value: _name_kept(document)}
     parts |= {names.get(category, category): num_bytes for category, num_bytes in rest.items() if num_bytes}
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _find_failed(document: Report) -> LiveTensor | None:
+    """Return the tensors at the peak that are as that of the failed allocation, with it; None: not listed."""
+    verdict = document.verdict
+    failed = verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
+    return next((one for one in document.peak.tensors if (one.shape, one.dtype, one.source) == failed), None)
 
 
 def _name_kept(document: Report) -> str:

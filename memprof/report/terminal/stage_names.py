@@ -11,8 +11,8 @@ def describe_stage(name: str, step: int, micro_batch: int = 0) -> str:
     if name.startswith(EVALUATION_PREFIX):
         return f"{describe_name(name.removeprefix(EVALUATION_PREFIX))} of the evaluation"
     plain_name = describe_name(name)
-    if plain_name == SETUP and step:  # a model that is built between steps
-        return f"{SETUP} before step {step}"
+    if plain_name == SETUP and step:  # a model that is built between steps, or after them
+        return f"{SETUP} after step {step - 1}" if step > 1 else SETUP
     return format_stage(plain_name, step, micro_batch)
 
 

@@ -236,7 +236,7 @@ def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -
     """Return the verdict on a run whose memory grows until the GPU is full, with the step at which that happens."""
     steps_text = f"the {growth.steps_seen} steps that were run need {need}"
     num_steps = growth.program_steps
-    end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,}"
+    end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,} steps"
     growth_text = next((f"{finding.title}." for finding in findings if finding.id == "memory-growth"), "")
     sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {steps_text}, and {end_text}. {growth_text}"
     return _label("Does not fit", "bold red", sentence.rstrip())

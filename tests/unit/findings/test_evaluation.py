@@ -249,7 +249,7 @@ def test_caches_of_requests_that_are_over(is_kept: bool) -> None:
     for finding in findings:
         assert finding.id == "evaluation-accumulates" and "kept by list `history`" in finding.title
         assert finding.title.startswith("KV caches and outputs of 32 calls of LlamaForCausalLM")
-        assert "drop its KV cache" in finding.evidence[-1].text
+        assert "drop the KV cache of each call" in finding.evidence[-1].text
 
 
 def test_predictions_that_pile_up_beside_gradients_have_no_graph() -> None:

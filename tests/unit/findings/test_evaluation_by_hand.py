@@ -103,6 +103,15 @@ def test_what_was_moved_for_a_call_is_no_output_of_it(num_outputs: int, title: s
 
 
 @pytest.mark.parametrize(
+    ("kind", "what"), [("list", "Outputs"), ("", "Outputs"), ("MulticlassAccuracy", "Tensors"), (None, "Outputs")]
+)
+def test_what_a_metric_keeps_is_its_own(kind: str | None, what: str) -> None:
+    b = accumulated()
+    b.trace.holders += [] if kind is None else [OUTPUTS._replace(kind=kind, storages=(0, 2))]
+    assert only(evaluation_accumulates.find(b.context())).title.startswith(f"{what} of 5 calls of Net stay")
+
+
+@pytest.mark.parametrize(
     ("held_bytes", "is_told"),
     [(None, False), (2 * MIB - 2, True), (2 * MIB, True), (2 * MIB + 2, False), (4 * MIB, False)],
 )
@@ -277,7 +286,7 @@ def test_graphs_that_no_backward_reaches() -> None:
     b = with_graphs()
     b.trace.forwards[1] = b.trace.forwards[1]._replace(source=len(b.trace.sources))
     b.trace.sources.append("eval.py:6 main")
-    assert "at eval.py:5 keep" in only(evaluation_with_gradients.find(b.context())).title
+    assert "at eval.py:5 save up to" in only(evaluation_with_gradients.find(b.context())).title
     assert finding.evidence[0].source == finding.evidence[1].source == CALL
 
 
@@ -395,7 +404,7 @@ def test_of_calls_that_a_loss_makes_those_for_a_target_are_told_by_their_line(li
     b.phase(PhaseKind.BACKWARD)
     b.free(saved)
     found = evaluation_with_gradients.find(b.context())
-    assert len(found) == (line != CALL) and all("at loss.py:9 keep" in one.title for one in found)
+    assert len(found) == (line != CALL) and all("at loss.py:9 save" in one.title for one in found)
 
 
 def test_calls_of_two_lines_that_no_backward_divides_are_one_loop() -> None:

@@ -44,7 +44,7 @@ def test_stages_of_one_name_are_one_row() -> None:
         b.free(b.new(size))
         b.phase(PhaseKind.OPTIMIZER_STEP)
         b.free(b.new(size // 4))
-    table = to_text(render(analyze(b.trace)), 100).partition("at its end\n")[2].splitlines()
+    table = to_text(render(analyze(b.trace)), 100).partition("  after\n")[2].splitlines()
     assert [line.split() for line in table[:3]] == [
         ["setup", "4.00", "4.00"], ["backward,", "3", "times", "<-", "peak", "36.00", "4.00"],
         ["optimizer", "step,", "3", "times", "12.00", "4.00"],
@@ -60,14 +60,38 @@ def test_where_memory_ended_a_script_there_is_no_table_of_stages(ended: str, is_
     b.phase(PhaseKind.BACKWARD)
     b.alloc(40 * MIB)
     screen = to_text(render(analyze(b.trace)))
-    assert ("backward  <- peak  <- out of memory" in screen) is is_shown and ("at its end" in screen) is is_shown
+    assert ("backward  <- peak  <- out of memory" in screen) is is_shown and ("  after\n" in screen) is is_shown
+
+
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [("backward", "in the backward of a.py:2, called at a.py:3"), ("loss", "at a.py:2, called at a.py:3")],
+)
+def test_the_failed_allocation_has_a_row_and_in_a_backward_the_line_of_the_forward(stage: str, place: str) -> None:
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), "refused", None, 1, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), program=program)
+    b.parameter("weight", 5, MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(4, MIB)
+    b.new(8, MIB, line="a.py:2 f")
+    b.trace.ended_out_of_memory = True
+    report = analyze(b.trace)
+    verdict = dataclasses.replace(report.verdict, oom_callers=("a.py:3 main",), oom_stage=stage)
+    peak = dataclasses.replace(report.peak, stage=stage)
+    screen = to_text(render(dataclasses.replace(report, verdict=verdict, peak=peak)), 100)
+    assert f"failed allocation: 32.00 MiB, [8x1048576] float32 by mm, {place}" in screen.replace("\n  ", " ")
+    rows = [
+        [word.strip() for word in line.split("  ") if word.strip()][:2] for line in screen.splitlines() if "%" in line
+    ]
+    assert rows == [["failed allocation", "32.00"], ["parameters", "20.00"], ["temporaries", "16.00"]]
 
 
 def test_one_stage_alone_is_no_table() -> None:
     b = TraceBuilder()
     b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
     b.parameter("weight", MIB)
-    assert "at its end" not in to_text(render(analyze(b.trace)))
+    assert "  after\n" not in to_text(render(analyze(b.trace)))
 
 
 def suggest(name: str, saved_mib: int, *, fix: str | None = None) -> Suggestion:

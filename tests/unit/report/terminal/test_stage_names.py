@@ -6,7 +6,7 @@ from memprof.flows.account import analyze
 from memprof.ledger.stages import describe_name
 from memprof.report.terminal.console import to_text
 from memprof.report.terminal.report import render
-from memprof.report.terminal.stage_names import describe_moment, describe_step
+from memprof.report.terminal.stage_names import describe_moment, describe_stage, describe_step
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
 from tests.unit.traces import TraceBuilder
@@ -26,6 +26,13 @@ MIB = 1 << 20
 )  # fmt: skip
 def test_plain_words(name: str, words: str) -> None:
     assert describe_name(name) == words
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [(0, "setup"), (1, "setup"), (2, "setup after step 1"), (7, "setup after step 6")]
+)
+def test_a_model_may_be_built_after_steps(step: int, text: str) -> None:
+    assert describe_stage("parameters", step) == text
 
 
 @pytest.mark.parametrize(("num_steps", "suffix"), [(0, ""), (1, " of step 1")])
