@@ -223,7 +223,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"saved by {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"activations of {plural(len(calls), 'call')}", frozenset(kept.saved)),
     )
 
 

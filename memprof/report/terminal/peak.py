@@ -67,20 +67,22 @@ def _divide_peak(document: Report) -> dict[str, int]:
         parts[name] = sum(categories.values())
         for category, num_bytes in categories.items():
             rest[category] -= num_bytes
-    failed = _find_failed(document) if _is_failed_included(document) else None
-    if failed is not None and rest.get(failed.category, 0) >= (each := failed.allocated_bytes // failed.count):
-        parts[_FAILED] = each
-        rest[failed.category] -= each
+    for failed in _list_failed(document) if _is_failed_included(document) else ():
+        each = failed.allocated_bytes // failed.count
+        if rest.get(failed.category, 0) >= each:  # else it is among what a cause keeps
+            parts[_FAILED] = each
+            rest[failed.category] -= each
+            break
     names = _NAMES_OF_ROWS | {Category.KEPT.value: _name_kept(document)}
     parts |= {names.get(category, category): num_bytes for category, num_bytes in rest.items() if num_bytes}
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _find_failed(document: Report) -> LiveTensor | None:
-    """Return the tensors at the peak that are as that of the failed allocation, with it; None: not listed."""
+def _list_failed(document: Report) -> list[LiveTensor]:
+    """Return the tensors at the peak that are as that of the failed allocation, which is among them."""
     verdict = document.verdict
-    failed = verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
-    return next((one for one in document.peak.tensors if (one.shape, one.dtype, one.source) == failed), None)
+    failed = verdict.oom_op, verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
+    return [one for one in document.peak.tensors if (one.op, one.shape, one.dtype, one.source) == failed]
 
 
 def _name_kept(document: Report) -> str:
