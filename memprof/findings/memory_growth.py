@@ -392,7 +392,7 @@ def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP)
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
     elif kept_bytes >= MIN_STEP_BYTES:
-        fix = f"keep it in host memory (.detach().cpu()), or only what is needed of each {unit}"
+        fix = f"keep it in host memory (.detach().cpu()), or drop what is not needed of each {unit}"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

@@ -2,7 +2,7 @@
 # resolved: the rays are chosen before their directions are computed.
 # run: --gpu-vram 6
 # first: idle-memory
-# fix: first, and compute these alone
+# fix: index first
 # also: fragmentation
 # not: micro-batch
 import torch
