@@ -170,7 +170,8 @@ def test_a_findings_evidence_shows_its_tensors(page, made):
     said = page.run("[...document.querySelectorAll('#found li')].map(one => one.textContent)")
     for text, finding in zip(said, made.report["findings"], strict=True):
         assert all(name in text.removeprefix(finding["title"]) for name in finding["fixes"])
-    assert page.run("document.getElementById('next').textContent").startswith("Next, read what each finding means: memprof ")
+    suggested = page.run("document.getElementById('next').textContent")
+    assert suggested.startswith("Next, read what each finding means: memprof ")
     targets = "[...document.querySelectorAll('#found a')].map(one => document.querySelector(one.hash).textContent)"
     assert all(title in text for title, text in zip(titles, page.run(targets), strict=True))
     links = page.run("document.querySelectorAll('#findings a').length")

@@ -390,7 +390,8 @@ def test_what_accumulates_until_the_peak_may_decide_whether_the_run_fits() -> No
 def test_a_graph_that_steps_keep_until_the_peak_is_not_for_the_next_pass() -> None:
     (finding,) = found(cleared(6, then=2, holder=LOSSES._replace(nodes=20)))
     assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
-    assert "keep it in host memory (.detach().cpu()), or drop what is not needed of each step" in finding.evidence[-1].text
+    told = "keep it in host memory (.detach().cpu()), or drop what is not needed of each step"
+    assert told in finding.evidence[-1].text
 
 
 def test_covered_storages_are_those_of_the_findings() -> None:
