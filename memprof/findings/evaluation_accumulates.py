@@ -32,7 +32,7 @@ _MOVING = "aten._to_copy"
 
 
 class _KeptByLoop(NamedTuple):
-    """What accumulates over the calls of one loop, by its holders, with the keys of these tensors."""
+    """The tensors that accumulate over the calls of one loop, by their holders, with their keys."""
 
     loop: list[Forward]
     holders: dict[Holder | None, list[growth.LeakGroup]]

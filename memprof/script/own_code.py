@@ -22,7 +22,7 @@ from memprof.watch.program_code import is_own_file, is_program
 # `trainer.evaluate()`, `run_validation(...)`; and what trainers of libraries are given or define for it. (Trainer of
 # transformers evaluates a data set only by a strategy.)
 _EVALUATION = re.compile(
-    r"(?m:^)[^=#\n]*\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
+    r"(?m:^)(?:[^=!<>#\n]|[=!<>]=)*\.eval\(\)|\binference_mode\b|\b(?:eval|valid)_\w+\("
     r"|\b(?:\w+_)?(?:evaluate|evaluation|validate|validation)(?:_\w+)?\("
     r"|\beval_strategy\b(?!['\"]?\s*[=:]\s*['\"]no['\"])|\bval_dataloaders?\b"
 )

@@ -48,9 +48,10 @@ def _list_products(trace: Trace, ops: tuple[str, ...]) -> Iterator[range]:
     A line with another of _ACTIVATIONS multiplies two functions: tanh(f(x)) * sigmoid(g(x)).
     """
     names = [*ops, "aten.mul"]
-    gates = {one.source for one in trace.storages if trace.op(one) in _ACTIVATIONS and trace.op(one) not in ops}
+    others = _ACTIVATIONS.difference(ops)
+    left_out = {NONE, *(one.source for one in trace.storages if trace.op(one) in others)}
     for first, storage in enumerate(trace.storages):
-        if trace.op(storage) != names[0] or storage.source in (NONE, *gates) or not is_forward(trace, storage):
+        if trace.op(storage) != names[0] or storage.source in left_out or not is_forward(trace, storage):
             continue
         own = trace.storages[first : first + len(names)]
         is_alike = len({(one.source, one.shape, one.module) for one in own}) == 1

@@ -36,7 +36,7 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
-        line, place = _find_loader_line(context.ledger.trace, size)
+        line, place = _find_loader_line(context, size)
         change = f"use batches of {rows:,} samples, one after another, instead of {size:,}{place}{beams}"
         yield Proposal(changed, change, source=line)
 
@@ -61,7 +61,7 @@ def propose(context: Context) -> Iterator[Proposal]:
 
 def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) -> Proposal:
     """Return the proposal of batches of `rows`, whose gradients are accumulated; `changed` is the trace with them."""
-    line, place = _find_loader_line(context.ledger.trace, batch_size)
+    line, place = _find_loader_line(context, batch_size)
     accumulated = f"accumulate gradients over {batch_size // rows} of them"
     change = f"use batches of {rows} instead of {batch_size}{place}, and {accumulated}"
     if _normalizes_batches(context.ledger.trace):  # the fix would leave the gradients as they are
@@ -69,9 +69,13 @@ def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) ->
     return Proposal(changed, change, value=rows, source=line)
 
 
-def _find_loader_line(trace: Trace, batch_size: int) -> tuple[str | None, str]:
+def _find_loader_line(context: Context, batch_size: int) -> tuple[str | None, str]:
     """Return the own line that makes the data loader with this batch size that was iterated over last, and it as text,
-    or the name of the setting, which the Trainer of transformers has; else (None, "")."""
+    or the name of the setting, which the Trainer of transformers has; else (None, ""). A run of a model by name has
+    the loaders of memprof's own workload."""
+    trace = context.ledger.trace
+    if context.spec is not None:
+        return None, ""
     lines = [trace.sources[loader.source] for loader in trace.loaders if loader.batch_size == batch_size]
     if not lines:
         return None, ""

@@ -67,7 +67,7 @@ def _divide_peak(document: Report) -> dict[str, int]:
         parts[name] = sum(categories.values())
         for category, num_bytes in categories.items():
             rest[category] -= num_bytes
-    for failed in _list_failed(document) if _is_failed_included(document) else ():
+    for failed in _list_like_failed(document) if _is_failed_included(document) else ():
         each = failed.allocated_bytes // failed.count
         if rest.get(failed.category, 0) >= each:  # else it is among what a cause keeps
             parts[_FAILED] = each
@@ -78,7 +78,7 @@ def _divide_peak(document: Report) -> dict[str, int]:
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
-def _list_failed(document: Report) -> list[LiveTensor]:
+def _list_like_failed(document: Report) -> list[LiveTensor]:
     """Return the tensors at the peak that are as that of the failed allocation, which is among them."""
     verdict = document.verdict
     failed = verdict.oom_op, verdict.oom_shape, verdict.oom_dtype, verdict.oom_source

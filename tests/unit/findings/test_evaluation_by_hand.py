@@ -102,6 +102,16 @@ def test_what_was_moved_for_a_call_is_no_output_of_it(num_outputs: int, title: s
     assert len(fixes) == 1 + num_outputs
 
 
+@pytest.mark.parametrize(("num", "more"), [(2, ""), (3, " and 1 more")])
+def test_of_what_keeps_tensors_two_are_named_in_the_breakdown(num: int, more: str) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        b.call(*[2 * MIB] * num, num_outputs=num)
+    b.trace.holders += [OUTPUTS._replace(name=f"kept{index}", storages=(index, index + num)) for index in range(num)]
+    culprit = only(evaluation_accumulates.find(b.context())).culprit
+    assert culprit is not None and culprit.name == f"list `kept0` and list `kept1`{more}"
+
+
 @pytest.mark.parametrize(
     ("kind", "what"), [("list", "Outputs"), ("", "Outputs"), ("MulticlassAccuracy", "Tensors"), (None, "Outputs")]
 )

@@ -37,6 +37,7 @@ def frame_of(file: Path, text: str) -> FrameType:
     [
         ("model.eval()", True),
         ("if done: model.module.eval()", True),
+        ("if phase == 'val': model.eval()", True),
         ("self.vgg = vgg19().features[:36].eval()", False),  # frozen from the beginning
         ("# model.eval()", False),
         ("trainer.evaluate()", True),

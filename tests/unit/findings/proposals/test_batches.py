@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memprof.findings import Context
@@ -128,6 +130,16 @@ def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> Non
         proposal = only(smaller(context))
         assert proposal.source == (None if line is None else f"train.py:{line} main")
         assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
+
+
+def test_loaders_of_a_model_by_name_are_not_the_users() -> None:
+    """Of a batch normalization, whose fix is told in words."""
+    context = batch((64, 256), (256,), op="aten.cudnn_batch_norm")
+    context.ledger.trace.sources.append("memprof/workload/data.py:9 make")
+    context.ledger.trace.loaders.append(BatchLoader(64, len(context.ledger.trace.sources) - 1))
+    named = replace(context, spec=TargetSpec(model="x", batch_size=64))
+    assert "instead of 64, and" in only(micro_batch.propose(named)).change
+    assert "instead of 64 (workload/data.py:9)" in only(micro_batch.propose_accumulation(context)).change
 
 
 @pytest.mark.parametrize(
