@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
@@ -141,10 +141,11 @@ def _sum_bytes_per_call(leaks: list[growth.LeakGroup]) -> int:
     return sum(leak.bytes_each for leak in leaks)
 
 
-def _count_calls(context: Context, kept: _KeptByLoop) -> int:
-    """Return the calls of which something is kept: that of the last may not be yet."""
+def _count_calls(context: Context, kept: _KeptByLoop, live: Collection[int]) -> int:
+    """Return the calls of which something is kept among the storages `live`: that of the last may not be yet."""
     per_call = sum(map(_sum_bytes_per_call, kept.holders.values()))
-    return min(len(kept.loop), max(round(context.lifetimes.sum_bytes(kept.storages) / per_call), 1))
+    num_bytes = context.lifetimes.sum_bytes(kept.storages.intersection(live))
+    return min(len(kept.loop), max(round(num_bytes / per_call), num_bytes > 0))
 
 
 def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
@@ -152,7 +153,7 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     loop, holders, keys, _ = max(loops, key=lambda one: context.lifetimes.sum_bytes(one.storages))
     alike = [one for one in loops if one.keys == keys]
     kept_storages = set[int]().union(*(one.storages for one in alike))
-    left_bytes = context.lifetimes.find_max_live(kept_storages).num_bytes
+    left_bytes, _, live = context.lifetimes.find_max_live(kept_storages)
     name = trace.modules[loop[0].module].class_name
     outputs = {index for forward in loop for index in forward.outputs}
     has_caches = any(context.ledger.categories[index] is Category.KV_CACHE for index in kept_storages)
@@ -166,11 +167,11 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     kept = "KV caches and outputs" if has_caches else "Tensors" if is_inside or is_of_object else "Outputs"
     if moved and kept == "Outputs":
         kept = "Inputs or targets" if moved == kept_storages else "Outputs, and inputs or targets,"
-    num_calls = sum(_count_calls(context, one) for one in alike)
-    so_far = "so far" if trace.ended_out_of_memory else "after the last"
+    num_calls = sum(_count_calls(context, one, live) for one in alike)
+    calls, call = (f"{num_calls:,} batches", "batch") if is_of_object else (f"{num_calls:,} calls of {name}", "call")
     title = (
-        f"{kept} of {num_calls:,} calls of {name} stay on the GPU: {format_bytes(per_call)} a call, "
-        f"{format_bytes(left_bytes)} {so_far}{growth.format_holders(*holders)}"
+        f"{kept} of {calls} stay on the GPU: {format_bytes(per_call)} a {call}, {format_bytes(left_bytes)} in all"
+        f"{growth.format_holders(*holders)}"
     )
     evidence = []
     for holder, leaks in holders.items():
@@ -186,7 +187,8 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     needs = _compute_needs(context, kept_storages)
     if needs is not None:
         evidence.append(effect_evidence(context, needs, name_other_place(context)))
-    evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
+    of_metric = trace.trains and not is_inside
+    evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks, of_metric) for holder, leaks in holders.items())
     if is_inside and loop[-1].training:
         source = trace.source_at(loop[-1].source)
         text = (
@@ -227,7 +229,10 @@ def _compute_needs(context: Context, kept: set[int]) -> MemoryNeeds | None:
     return compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
 
 
-def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
+def _make_fix_evidence(
+    context: Context, holder: Holder | None, leaks: list[growth.LeakGroup], of_metric: bool
+) -> Evidence:
+    """Return the change of what `holder` keeps; `of_metric`: outputs of a model that is trained, which a metric reads."""
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
@@ -251,7 +256,7 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
     if all(trace.op(trace.storages[leak.storages[-1]]) == _MOVING for leak in leaks):
         return growth.holder_fix_evidence(holder, "keep it in host memory: .cpu(), or what it was before it was moved")
     on_host = " in host memory (.cpu())" if has_host_memory(context) else ""
-    needed = "what the metric needs of it (such as its argmax)" if trace.trains else "what is needed of it later"
+    needed = "what the metric needs of it (such as its argmax)" if of_metric else "what is needed of it later"
     made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None
     fix = f"keep of each batch only {needed},{on_host}".removesuffix(",")
     if on_host and made_at is not None and holder is not None and not holder.fills:  # as what a metric is given

@@ -82,6 +82,7 @@ class _Group(NamedTuple):
     note: str = ""  # more evidence
     edit: Edit | None = None  # the change of the program that `fix` is
     holder: Holder | None = None  # None: not one alone, or not seen
+    name: str = ""  # of what has no holder, in the breakdown of the peak
 
 
 @rule(55)
@@ -235,7 +236,8 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     else:
         return []
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
-    return [_Group(f"{what}{by}", fix, None if holder is None else holder.source, list(models), is_model=True)]
+    source = None if holder is None else holder.source
+    return [_Group(f"{what}{by}", fix, source, list(models), is_model=True, name=what.partition(",")[0])]
 
 
 def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
@@ -432,7 +434,8 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
             return None
     where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
-    title = f"{format_bytes(shown)} stay on the GPU unused: {group.description}"
+    predicate = "are computed, and few of them used" if group.saves_more else "stay on the GPU after their last use"
+    title = f"{format_bytes(shown)} {predicate}: {group.description}"
     effect = Evidence("the run's peak is at another moment, and the same without it")
     if needs is not None:
         change = name_other_place(context) if group.is_snapshot else "freed after its last use"
@@ -449,7 +452,8 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     severity = Severity.NOTE if needs is None else Severity.WARNING
     num_bytes = saved if is_at_peak else kept
     decisive = is_decisive(context, needs)
-    culprit = None if group.holder is None else Culprit(describe_holder(group.holder), frozenset(group.storages))
+    name = group.name if group.holder is None else describe_holder(group.holder)
+    culprit = Culprit(name, frozenset(group.storages)) if name else None
     return Finding(
         "idle-memory", severity, title, num_bytes, evidence, (), is_decisive=decisive, edit=group.edit, culprit=culprit
     )

@@ -183,7 +183,9 @@ def _list_carried(trace: Trace, holders: Sequence[Holder | None]) -> list[Holder
         if holder is None or not is_running_sum(holder) or all(not trace.storages[i].shape for i in holder.storages):
             return []
         states.setdefault(_split_part(holder.name)[0], holder)
-    return list(states.values()) if len({holder.source for holder in states.values()}) == 1 else []
+    if len({holder.source for holder in states.values()}) > 1:
+        return []
+    return sorted(states.values(), key=lambda one: -sum(trace.storages[index].num_bytes for index in one.storages))
 
 
 def _split_part(name: str) -> tuple[str, bool]:

@@ -209,7 +209,7 @@ def test_an_exit_code_of_the_scripts_own_is_no_verdict(memprof, script):
     name = script("import sys, torch; x = torch.ones(9, device='cuda'); sys.exit(3)")
     ran = memprof("run", name)
     assert ran.exit_code == 1  # 3 would be memprof's: it does not fit
-    assert "train.py: ended by itself with exit code 3, no training steps" in ran.stdout
+    assert "train.py: ended by itself with exit code 3\n" in ran.stdout
     assert "Fits: " in ran.stdout and "The exit code 3 is the script's own" in ran.stdout
     found = memprof("run", "--json", name).json
     assert found["program"]["exit_code"] == 3 and found["verdict"]["fits"] is True

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator import GpuReplay, Settings
-from memprof.findings import Evidence, Finding, Suggestion
+from memprof.findings import Evidence, Finding, Severity, Suggestion
 from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, BatchStep, ReservedOverSteps, build_batches
 from memprof.ledger.bridge import Bridge, compute_libraries_bytes
@@ -252,10 +252,11 @@ class Report(DisplayedDocument):
 
 
 def _sum_by_culprit(ledger: Ledger, findings: list[Finding]) -> dict[str, dict[str, int]]:
-    """Return the bytes at the peak that what decisive findings name keeps: name -> category -> bytes."""
+    """Return the bytes at the peak that what findings name keeps: name -> category -> bytes."""
     sums: dict[str, dict[str, int]] = {}
     told: set[int] = set()
-    for culprit in (one.culprit for one in findings if one.is_decisive and one.culprit is not None):
+    shown = [one for one in findings if one.is_decisive] or [one for one in findings if one.severity is not Severity.NOTE]
+    for culprit in (one.culprit for one in shown if one.culprit is not None):
         kept = culprit.storages - told
         told |= kept
         for tensor in ledger.live:

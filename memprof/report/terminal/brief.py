@@ -71,7 +71,7 @@ def render(document: Report, *, quiet: bool = False, code_folder: Path | None = 
     parts.append(render_heading(document))
     parts += [Text(f"Note: {text}") for text in document.assumptions if text.endswith(NO_STUBS_HINT)]
     parts += [Text(""), render_categories(document, MIN_SHARE, note=describe_sum(document))]
-    if not list_causes(document) and document.verdict.fits is not False:
+    if not _list_told(document) and document.verdict.fits is not False:
         largest = _list_largest(document, document.peak.tensors, MAX_TENSORS)
         parts.append(make_section("Largest at the peak", *map(make_item, largest), below=1))
     rest = dim(_describe_rest(document))
@@ -179,6 +179,11 @@ def _list_notes(document: Report) -> list[Finding]:
     return [one for one in notes if any(_list_line_fixes([one]))][:1]
 
 
+def _list_told(document: Report) -> list[Finding]:
+    """Return the findings on the screen: the causes, or of a run that fits without them what was noticed."""
+    return list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
+
+
 def _render_title(finding: Finding) -> RenderableType:
     """Return `describe_cause` as an item of a list, its label in colour."""
     text = describe_cause(finding)
@@ -252,8 +257,7 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
     actions = []
-    shown = list_causes(document) or (_list_notes(document) if document.verdict.fits else [])
-    told_findings = [*find_certain_errors(document), *shown]
+    told_findings = [*find_certain_errors(document), *_list_told(document)]
     fixes = dict.fromkeys(_list_line_fixes(told_findings))
     effects = {
         pair: effect
@@ -350,9 +354,10 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
-    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if the cause
-    is known, or memory ended the run: what is there then stands above."""
-    if _is_solved(document) or (document.program is not None and document.program.ended == "refused"):
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if a line is to
+    be changed, or memory ended the run: what is there then stands above."""
+    is_end = document.program is not None and document.program.ended == "refused"
+    if is_end or any(source for _, source in _list_line_fixes(_list_told(document))):
         return Group()
     unit, rows = choose_report_unit(document), fold_stages(document)
     peak_index = find_peak_row(document, rows)

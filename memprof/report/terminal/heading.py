@@ -50,7 +50,7 @@ MAX_STEPS = 1000  # of a script that --until-exit is offered for: more would not
 _TEXT_BY_ENDING = {
     "steps": "stopped after {steps}{rest}",
     "ready": "stopped when its engine was ready for requests (--until-exit goes on)",
-    "exit": "ran to its end, {steps}",
+    "exit": "ran to its end{counted}",
     "timeout": "stopped by --timeout {begun}",
     "error": "failed by itself {begun}",
     "not simulated": "stopped where it cannot be simulated, {begun}",
@@ -66,10 +66,11 @@ def _describe_program(program: ProgramFacts) -> str:
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
     planned = program.planned_steps or 0
     rest = f" of about {planned:,}" if planned > MAX_STEPS else "; --until-exit runs all of it"
-    own_code = f"ended by itself with exit code {program.exit_code}, {{steps}}"
+    own_code = f"ended by itself with exit code {program.exit_code}{{counted}}"
+    counted = f", {steps}" * bool(num_steps)
     ending = own_code if has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
     begun = f"after training step {num_steps} began" if num_steps else "before any training step"
-    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, begun=begun, rest=rest)}"
+    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, counted=counted, begun=begun, rest=rest)}"
 
 
 def has_own_exit_code(program: ProgramFacts) -> bool:

@@ -24,6 +24,7 @@ _REFUSED_WORKSPACES = (
 _NAMES_OF_ROWS = {
     "fragmentation": "rounding by the allocator",
     "inputs": "inputs and other tensors",
+    "unattributed": "inputs and other tensors",
     "library workspace": "workspaces of CUDA libraries",
 }
 _FAILED = "failed allocation"
@@ -52,8 +53,7 @@ def render_categories(document: Report, min_share: float = 0.0, note: str | None
         table.add_row(category, format_size(num_bytes), f"{share:.1%}", draw_bar(share, _BAR_WIDTH))
     title = f"{format_bytes(total_bytes)} of tensors, the failed allocation included"
     if not _is_failed_included(document):
-        where = describe_moment(document, document.peak.stage, document.peak.step)
-        title = f"At the peak, {format_bytes(total_bytes)} of tensors in {where}"
+        title = f"At the peak, {format_bytes(total_bytes)} of tensors {_describe_place(document)}"
     notes = _render_workspaces(document) if note is None else [dim(note)] if note else []
     return make_section(title, table, *notes, below=1)
 
@@ -62,7 +62,7 @@ def _divide_peak(document: Report) -> dict[str, int]:
     """Return the bytes at the peak of what keeps the tensors of each cause, and of the categories without these, in the
     program's terms, largest first."""
     rest = dict(document.peak.categories)
-    parts = {}
+    parts: dict[str, int] = {}
     for name, categories in document.peak.culprits.items():
         parts[name] = sum(categories.values())
         for category, num_bytes in categories.items():
@@ -74,8 +74,23 @@ def _divide_peak(document: Report) -> dict[str, int]:
             rest[failed.category] -= each
             break
     names = _NAMES_OF_ROWS | {Category.KEPT.value: _name_kept(document)}
-    parts |= {names.get(category, category): num_bytes for category, num_bytes in rest.items() if num_bytes}
+    if document.peak.stage == "backward":
+        names[Category.TEMPORARIES.value] = "temporaries of the backward"
+    for category, num_bytes in rest.items():
+        if num_bytes:
+            name = names.get(category, category)
+            parts[name] = parts.get(name, 0) + num_bytes
     return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _describe_place(document: Report) -> str:
+    """Return where the peak is: of a program's own code its line, else the stage."""
+    peak = document.peak
+    rows = (row for row in document.stages if (row.name, row.step) == (peak.stage, peak.step))
+    highest = max(rows, key=lambda row: row.peak_allocated_bytes, default=None)
+    if highest is not None and highest.source is not None:
+        return f"at {short_source(highest.source)}"
+    return f"in {describe_moment(document, peak.stage, peak.step)}"
 
 
 def _list_like_failed(document: Report) -> list[LiveTensor]:

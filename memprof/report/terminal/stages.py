@@ -91,13 +91,9 @@ def format_stage(
     if row.num_merged > 1:
         mean_bytes = row.delta_bytes // row.num_merged
         growth = unit.format(mean_bytes, sign=True)
-        if row.is_step:  # whose name has their numbers
-            suffix = f", {growth} a step" if growth != "+0.00" else ""
-        else:
-            number = "" if _RANGE.search(row.name) else f" x{row.num_merged}"
-            each = "each" if row.has_equal_deltas else "on average"
-            suffix = f"{number}, {growth} {each}" if growth != "+0.00" else number
-        name.append(suffix, style="dim")
+        number = "" if row.is_step or _RANGE.search(row.name) else f", {row.num_merged} times"  # else the name has it
+        each = "a step" if row.is_step else "each" if row.has_equal_deltas else "on average"
+        name.append(f"{number}, {growth} {each}" if growth != "+0.00" else number, style="dim")
     if row.num_rounds > 1 and not row.is_step:
         name.append(f", {row.num_rounds} times", style="dim")
     if is_peak:

@@ -14,7 +14,7 @@ from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import may_be_larger
 from memprof.ledger.caught_errors import CaughtError
 from memprof.ledger.stage_amounts import describe_unusable
-from memprof.ledger.stages import EVALUATION_PREFIX, OWN_CODE
+from memprof.ledger.stages import EVALUATION_PREFIX, OWN_CODE, SETUP, describe_name
 from memprof.report.documents.report import Report
 from memprof.report.terminal.cells import choose_unit
 from memprof.report.terminal.console import dim, make_section
@@ -23,7 +23,7 @@ from memprof.report.terminal.limit import format_limit
 from memprof.report.terminal.peak import get_uncertain_peak
 from memprof.report.terminal.stage_names import describe_moment, describe_stage
 from memprof.report.terminal.stages import MIN_HOST_BYTES
-from memprof.trace.events import NOT_SIMULATED, FailureKind, short_source
+from memprof.trace.events import NOT_SIMULATED, FailureKind, PhaseKind, short_source
 from memprof.trace.facts import DeviceFacts
 from memprof.units import format_bytes
 
@@ -145,7 +145,8 @@ def _describe_place(document: Report) -> str:
     """Return where memory runs out: in a script the line of its own code, then the stage. Code outside modules is named
     by that line alone; that of an evaluation, which may have no loss, by the library's function that it calls.
 
-    The first steps have no number: a program may count them from 0, or make one before its loop.
+    The first steps have no number: a program may count them from 0, or make one before its loop. Without an optimizer,
+    none has.
     """
     verdict = document.verdict
     stage, step = verdict.oom_stage or "", verdict.oom_step or 0
@@ -155,16 +156,29 @@ def _describe_place(document: Report) -> str:
         return f"in {describe_moment(document, stage, step)}"
     line, function = short_source(own[-1]), own[-1].rpartition(" ")[2]
     place = f"at {line}{f' in {function}()' * function.isidentifier()}"
-    told_step = step if step > _FIRST_STEPS else 0
+    has_optimizer = any(row.kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD) for row in document.stages)
+    told_step = step if step > _FIRST_STEPS and has_optimizer else 0
     if stage in OWN_CODE:
         return f"{place}{f', in step {step}' * bool(told_step)}"
+    if describe_name(stage) == SETUP:  # of a model, perhaps beside one that was trained
+        return f"{place}{f', after step {step - 1}' * (told_step > 0)}"
     if not stage.startswith(EVALUATION_PREFIX):
-        return f"{place}, in {describe_stage(stage, told_step)}"
+        return f"{place}, in {describe_stage(_find_module(document) or stage, told_step)}"
     plain_stage = stage.removeprefix(EVALUATION_PREFIX)
     if plain_stage == "loss" and sources[0] not in own:
         return f"{place}, in {sources[0].rpartition(' ')[2]} ({short_source(sources[0])})"
     is_outside = plain_stage in (*OWN_CODE, "loss")
-    return f"{place}, in {'the evaluation' if is_outside else describe_stage(stage, 0)}"
+    return f"{place}, in {'the evaluation' if is_outside else describe_stage(_find_module(document) or stage, 0)}"
+
+
+def _find_module(document: Report) -> str:
+    """Return the module of a model's list, such as a layer, in which memory runs out, with the prefix of an evaluation;
+    "" outside of these."""
+    row = next((row for row in document.stages if row.oom and row.stack), None)
+    if row is None:
+        return ""
+    prefix = EVALUATION_PREFIX * row.name.startswith(EVALUATION_PREFIX)
+    return f"{prefix}module {row.stack}.{row.index}"
 
 
 def _describe_waste(document: Report, usable_bytes: int) -> str:
@@ -234,11 +248,11 @@ def _describe_added(document: Report) -> str | None:
 
 def _render_exhaustion(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
     """Return the verdict on a run whose memory grows until the GPU is full, with the step at which that happens."""
-    steps_text = f"the {growth.steps_seen} steps that were run need {need}"
     num_steps = growth.program_steps
-    end_text = "no end of its steps was seen" if num_steps is None else f"the script makes about {num_steps:,} steps"
+    end_text = "; no end of its steps was seen" if num_steps is None else f" of about {num_steps:,}"
+    seen_text = f"The first {growth.steps_seen:,} steps, which were run, need {need}."
     growth_text = next((f"{finding.title}." for finding in findings if finding.id == "memory-growth"), "")
-    sentence = f"runs out of memory at about step {growth.runs_out_step:,}; {steps_text}, and {end_text}. {growth_text}"
+    sentence = f"runs out of memory at about step {growth.runs_out_step:,}{end_text}. {seen_text} {growth_text}"
     return _label("Does not fit", "bold red", sentence.rstrip())
 
 

@@ -1,4 +1,4 @@
-"""Traces with last uses, for tests of what stays on the GPU unused."""
+"""Traces with last uses, for tests of what stays on the GPU after its last use."""
 
 from __future__ import annotations
 

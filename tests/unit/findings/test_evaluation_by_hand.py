@@ -79,7 +79,7 @@ def test_outputs_that_stay_and_how_long_the_gpu_has_room() -> None:
 @pytest.mark.parametrize(
     ("num_outputs", "title"),
     [
-        (0, "Inputs or targets of 4 calls of Net stay on the GPU: 1.00 MiB a call, 4.00 MiB after the last"),
+        (0, "Inputs or targets of 4 calls of Net stay on the GPU: 1.00 MiB a call, 4.00 MiB in all"),
         (1, "Outputs, and inputs or targets, of 5 calls of Net stay on the GPU: 3.00 MiB a call, 14.00 MiB"),
     ],
 )
@@ -113,12 +113,18 @@ def test_of_what_keeps_tensors_two_are_named_in_the_breakdown(num: int, more: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [("list", "Outputs"), ("", "Outputs"), ("MulticlassAccuracy", "Tensors"), (None, "Outputs")]
+    ("kind", "what"),
+    [
+        ("list", "Outputs of 5 calls of Net"),
+        ("", "Outputs of 5 calls of Net"),
+        ("MulticlassAccuracy", "Tensors of 5 batches"),
+        (None, "Outputs of 5 calls of Net"),
+    ],
 )
 def test_what_a_metric_keeps_is_its_own(kind: str | None, what: str) -> None:
     b = accumulated()
     b.trace.holders += [] if kind is None else [OUTPUTS._replace(kind=kind, storages=(0, 2))]
-    assert only(evaluation_accumulates.find(b.context())).title.startswith(f"{what} of 5 calls of Net stay")
+    assert only(evaluation_accumulates.find(b.context())).title.startswith(f"{what} stay on the GPU: 2.00 MiB a ")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +232,7 @@ def test_what_several_loops_leave_is_added_up(larger: int) -> None:
         b.phase(PhaseKind.FORWARD)
     finding = only(evaluation_accumulates.find(b.context()))
     assert finding.num_bytes == 30 * MIB
-    assert "of 10 calls of" in finding.title and "4.00 MiB a call, 30.00 MiB after" in finding.title
+    assert "of 10 calls of" in finding.title and "4.00 MiB a call, 30.00 MiB in all" in finding.title
 
 
 def test_the_edit_is_of_the_holder_with_most_a_call() -> None:

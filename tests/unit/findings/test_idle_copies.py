@@ -49,7 +49,7 @@ def copied(
 def test_a_copy_of_the_state_that_is_read_later_belongs_to_the_host() -> None:
     (finding,) = copied().find()
     assert finding.title == (
-        "200.00 MiB stay on the GPU unused: a copy of the model's state in dict `best` (train.py:7)"
+        "200.00 MiB stay on the GPU after their last use: a copy of the model's state in dict `best` (train.py:7)"
     )
     fix = finding.evidence[0]
     assert (fix.source, finding.num_bytes) == (COPY_LINE, 200 * MIB) and "host memory" in fix.text

@@ -49,7 +49,7 @@ def graphs_kept(*, training: bool, uses_backward: bool = False) -> UsesBuilder:
 
 def test_graphs_that_no_backward_uses_are_told_by_the_call() -> None:
     (finding,) = graphs_kept(training=True).find()
-    assert "unused: the graph of 2 calls of Net at train.py:1, which no backward has used" in finding.title
+    assert "last use: the graph of 2 calls of Net at train.py:1, which no backward has used" in finding.title
     assert "torch.no_grad()" in finding.evidence[0].text and finding.evidence[0].source == "train.py:1 main"
     (other,) = graphs_kept(training=True, uses_backward=True).find()
     assert "the result of empty at train.py:1" in other.title

@@ -19,7 +19,7 @@ from tests.unit.findings.idle import OUT, UsesBuilder, exits, logits_bound
 def test_names_the_variable_and_says_the_peak_without_it() -> None:
     (finding,) = logits_bound().find()
     assert (finding.id, finding.severity, finding.num_bytes) == ("idle-memory", Severity.WARNING, 100 * MIB)
-    assert finding.title == "100.00 MiB stay on the GPU unused: variable `out` (x/train.py:9)"
+    assert finding.title == "100.00 MiB stay on the GPU after their last use: variable `out` (x/train.py:9)"
     fix, effect, tensors, last_use = finding.evidence
     assert last_use.text == "last used in backward of step 1"
     assert (fix.text, fix.source) == ("fix: `del out` after the last use", "/x/train.py:9 main")

@@ -126,7 +126,7 @@ def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
         return
     (finding,) = findings
     assert finding.is_decisive and finding.severity is Severity.WARNING
-    assert "400.00 MiB stay on the GPU unused: 2 models built one after another, 200.00 MiB each" in finding.title
+    assert "400.00 MiB stay on the GPU after their last use: 2 models built one after another, 200.00 MiB each" in finding.title
 
 
 def replaced_model(computes: int = 3, new_mib: int = 64, *, frees_state: bool = False) -> tuple[UsesBuilder, int]:
@@ -152,7 +152,7 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     b, _ = replaced_model()
     (finding,) = b.find(400 * MIB)
     assert finding.title == (
-        "200.00 MiB stay on the GPU unused: an earlier model, kept by Trainer `trainer` (x/train.py:9)"
+        "200.00 MiB stay on the GPU after their last use: an earlier model, kept by Trainer `trainer` (x/train.py:9)"
     )
     assert finding.evidence[-1].text == "last used in optimizer step of step 3"
 
@@ -160,7 +160,7 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
 def test_what_was_freed_before_memory_runs_out_is_not_told_of() -> None:
     b, _ = replaced_model(frees_state=True)
     (finding,) = b.find(400 * MIB)
-    assert finding.title.startswith("100.00 MiB stay on the GPU unused")
+    assert finding.title.startswith("100.00 MiB stay on the GPU after their last use")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_parameters_with_names_of_their_own_are_added_to_one_model(*, computes: 
         b.free(b.alloc(300 * MIB))
     exits(b)
     titles = [finding.title for finding in b.find()]
-    sets = "400.00 MiB stay on the GPU unused: 4 sets of parameters added to one model one after another"
+    sets = "400.00 MiB stay on the GPU after their last use: 4 sets of parameters added to one model one after another"
     assert any(title.startswith(f"{sets} at x/score.py:7, 100.00 MiB each") for title in titles) == computes
 
 

@@ -19,7 +19,8 @@ from tests.unit.traces import TraceBuilder
         ("error", 1, "a.py: failed by itself after training step 1 began"),
         ("refused", 0, "a.py: stopped where memory ran out; what it does after that was not run "),
         ("timeout", 12, "a.py: stopped by --timeout after training step 12 began"),
-        ("exit", 0, "a.py: ran to its end, no training steps"),
+        ("exit", 0, "a.py: ran to its end "),
+        ("exit", 1, "a.py: ran to its end, 1 training step "),
     ],
 )
 def test_the_end_of_a_script(ended: str, steps: int, words: str) -> None:

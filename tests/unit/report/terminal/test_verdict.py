@@ -32,6 +32,8 @@ def document() -> Report:
     b.trace.facts = Facts(device=DeviceFacts("A", 8 * GIB))
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(MIB))
+    b.phase(PhaseKind.ZERO_GRAD)
+    b.new(0)
     return analyze(b.trace)
 
 
@@ -299,3 +301,20 @@ def test_the_first_two_steps_have_no_number_where_memory_runs_out(document: Repo
     report = dataclasses.replace(document, verdict=verdict, program=program)
     text = " ".join(to_text(render_verdict(report, is_short=True)).split())
     assert text.startswith(f"Does not fit: out of memory at train.py:4{told}. It needs")
+    without_optimizer = dataclasses.replace(report, stages=document.stages[:-1])
+    assert "at train.py:4. It needs" in to_text(render_verdict(without_optimizer, is_short=True))
+    setup = dataclasses.replace(report, verdict=dataclasses.replace(verdict, oom_stage="parameters"))
+    after = told.replace("in step 3", "after step 2")
+    assert f"at train.py:4{after}. It needs" in to_text(render_verdict(setup, is_short=True))
+
+
+@pytest.mark.parametrize("prefix", ["", "evaluation "])
+def test_a_layer_is_told_as_the_module_that_it_is(document: Report, prefix: str) -> None:
+    out = {"oom_stage": f"{prefix}layer 3", "oom_step": 1, "oom_source": "train.py:4 <module>", "oom_callers": ()}
+    verdict = dataclasses.replace(document.verdict, fits=False, **out)
+    program = ProgramFacts(("a.py",), "refused", None, 1, ())
+    row = dataclasses.replace(document.stages[0], name=out["oom_stage"], oom=True, stack="encoder.layer", index=3)
+    report = dataclasses.replace(document, verdict=verdict, program=program, stages=[row])
+    text = " ".join(to_text(render_verdict(report, is_short=True)).split())
+    words = " of the evaluation" if prefix else ""
+    assert text.startswith(f"Does not fit: out of memory at train.py:4, in module encoder.layer.3{words}. It needs")
