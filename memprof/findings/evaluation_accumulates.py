@@ -188,7 +188,9 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     if needs is not None:
         evidence.append(effect_evidence(context, needs, name_other_place(context)))
     of_metric = trace.trains and not is_inside
-    evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks, of_metric) for holder, leaks in holders.items())
+    evidence += dict.fromkeys(
+        _make_fix_evidence(context, holder, leaks, of_metric) for holder, leaks in holders.items()
+    )
     if is_inside and loop[-1].training:
         source = trace.source_at(loop[-1].source)
         text = (

@@ -41,7 +41,12 @@ from memprof.findings.idle_storages import (
 from memprof.findings.lifetimes import Saving
 from memprof.findings.proposals.messages import GATHERS
 from memprof.findings.waiting_models import WaitingModels, find_waiting_models
-from memprof.findings.weight_snapshots import find_cloned_weights, find_reread_snapshots, find_snapshots
+from memprof.findings.weight_snapshots import (
+    find_cloned_weights,
+    find_reread_snapshots,
+    find_snapshots,
+    find_unread_snapshots,
+)
 from memprof.ledger.stages import describe_name, format_stage
 from memprof.trace.events import (
     NONE,
@@ -118,12 +123,14 @@ def _has_exited(trace: Trace) -> bool:
 
 
 def _list_other_snapshots(context: Context) -> list[int]:
-    """Return the copies of a model's state that no operator uses while the program trains, and that are used at its
-    end, or that one line has made when memory runs out in making the next of them."""
+    """Return the copies of a model's state that no operator uses while the program trains, whether something was seen to
+    hold them or not, and those that one line has made when memory runs out in making the next of them."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
     refused = None if oom is None or not trace.ended_out_of_memory else make_key(trace, oom.storage)
     in_progress = (index for index in find_snapshots(context) if make_key(trace, index) == refused)
-    return sorted({*find_reread_snapshots(context), *in_progress})
+    last_begin = max((time for time, phase in context.phases if phase.kind.computes), default=0)
+    unread = (index for index in find_unread_snapshots(context) if trace.last_uses[index] <= last_begin)
+    return sorted({*find_reread_snapshots(context), *unread, *in_progress})
 
 
 def _make_groups(context: Context, storages: Iterable[int]) -> list[_Group]:
@@ -263,6 +270,8 @@ def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
     if holder is not None and holder.kind in CONTAINERS:
         return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
     what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
+    if holder is not None and holder.name.isidentifier() and not has_state:
+        return f"delete the model after its last use (`del {holder.name}`), or move it to host memory (.cpu())"
     return f"delete {what}, or move {them} to the host"
 
 

@@ -243,7 +243,9 @@ class HolderSearch:
         for key in found.keys:
             value = value[key]
         lines = [(name, _find_filling_line(name, variables.codes)) for name in names]
-        name, line = next(((name, line) for name, line in lines if line is not None), (names[0], None))
+        # A caller of a function has the objects that it passes: only there they can be let go.
+        own = next((name for name in names if not name.is_parameter), names[0])
+        name, line = next(((name, line) for name, line in lines if line is not None), (own, None))
         holder_source = line
         if is_cached := isinstance(value, functools._lru_cache_wrapper):
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), HolderName(value.__name__, None)

@@ -34,6 +34,14 @@ class HolderName:
     is_global: bool = False  # a global, which any function may fill; `code` is of a function in its module
     offset: int | None = None  # of the instruction that `code` runs; None: not a variable of a running function
 
+    @property
+    def is_parameter(self) -> bool:
+        """Return whether this is a variable of a function that has it, at first, from its caller."""
+        if self.code is None or self.owner is not None or self.is_global:
+            return False
+        num_parameters = self.code.co_argcount + self.code.co_kwonlyargcount
+        return self.text.partition("[")[0] in self.code.co_varnames[:num_parameters]
+
 
 class ProgramVariables:
     """Local variables of the program's running functions, innermost first, and the globals of their modules."""

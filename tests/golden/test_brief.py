@@ -36,7 +36,7 @@ def with_findings(report: Report, *findings: Finding) -> str:
 
 
 def finding(name: str, severity: Severity, **fields: object) -> Finding:
-    return replace(Finding(name, severity, f"title of {name}", 1, (), ()), **fields)
+    return replace(Finding(name, severity, f"title of {name}", 1 << 30, (), ()), **fields)
 
 
 def test_a_finding_that_repeats_the_verdict_is_left_out() -> None:
@@ -50,6 +50,28 @@ def test_notes_do_not_crowd_out_warnings() -> None:
     text = with_findings(document(2048 * MIB), finding("note", Severity.NOTE), *warnings)
     assert "title of note" not in text
     assert [f"title of {name}" in text for name in names] == [True] * MAX_CAUSES + [False]
+
+
+@pytest.mark.parametrize(("num_bytes", "is_told"), [(99, False), (100, True), (101, True), (None, True)])
+def test_what_is_little_of_the_need_is_no_cause(num_bytes: int | None, is_told: bool) -> None:
+    report = document(2048 * MIB)
+    report = replace(report, verdict=replace(report.verdict, required_bytes=2000))
+    warning = finding("idle-memory", Severity.WARNING, num_bytes=num_bytes)
+    assert ("title of idle-memory" in with_findings(report, warning)) is is_told
+    assert "title of idle-memory" in with_findings(report, replace(warning, severity=Severity.ERROR))
+    fits = document(65536 * MIB)
+    fits = replace(fits, verdict=replace(fits.verdict, required_bytes=2000))
+    assert "title of idle-memory" in with_findings(fits, warning)
+
+
+@pytest.mark.parametrize(("is_decisive", "order"), [(True, ["fix", "change"]), (False, ["change", "fix"])])
+def test_what_makes_the_run_fit_comes_first(is_decisive: bool, order: list[str]) -> None:
+    changes = (Suggestion("the change", None, 1 << 30, True, 100),)
+    evidence = (Evidence("fix: the fix", source="/x/a.py:9 f"),)
+    noticed = finding("idle-memory", Severity.WARNING, evidence=evidence, is_decisive=is_decisive)
+    text = with_findings(document(2048 * MIB), noticed, finding("does-not-fit", Severity.ERROR, suggestions=changes))
+    lines = [line for line in text.splitlines() if "the fix" in line or "the change" in line]
+    assert [line.split()[-1] for line in lines] == order[: len(lines)] and len(lines) == 2 - is_decisive
 
 
 def test_where_a_cause_decides_nothing_else_is_a_reason() -> None:

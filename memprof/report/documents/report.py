@@ -255,7 +255,9 @@ def _sum_by_culprit(ledger: Ledger, findings: list[Finding]) -> dict[str, dict[s
     """Return the bytes at the peak that what findings name keeps: name -> category -> bytes."""
     sums: dict[str, dict[str, int]] = {}
     told: set[int] = set()
-    shown = [one for one in findings if one.is_decisive] or [one for one in findings if one.severity is not Severity.NOTE]
+    shown = [one for one in findings if one.is_decisive] or [
+        one for one in findings if one.severity is not Severity.NOTE
+    ]
     for culprit in (one.culprit for one in shown if one.culprit is not None):
         kept = culprit.storages - told
         told |= kept

@@ -50,6 +50,7 @@ MAX_CAUSES = 4
 MAX_SUGGESTIONS = 3
 MIN_SAVED_SHARE = 0.1  # of what the run needs: suggestions that save less come last, however little they cost
 MIN_SHARE_OF_BEST = 0.25  # of what the best suggestion saves: others that save less are left out
+MIN_CAUSE_SHARE = 0.05  # of what a run that does not fit needs: findings about less are not among the causes
 MAX_TENSORS = 3
 MAX_LINES, WIDTH = 40, 100  # of the screen; of a line, in columns
 MAX_STAGES, MIN_STAGES = 8, 2  # as many rows as MAX_LINES leaves
@@ -160,7 +161,7 @@ def list_causes(document: Report) -> list[Finding]:
     at_verdict = find_certain_errors(document)
     others = [one for one in document.findings if one.id != "does-not-fit" and one not in at_verdict]
     decisive = [finding for finding in others if finding.is_decisive]
-    noticed = [finding for finding in others if finding.severity is not Severity.NOTE]
+    noticed = [one for one in others if one.severity is not Severity.NOTE and not _is_too_small(document, one)]
     # What is free in pieces is seldom more than a part of what another finding is about. Where memory ended the run, it
     # is what is cached.
     is_end = document.program is not None and document.program.ended == "refused"
@@ -171,6 +172,13 @@ def list_causes(document: Report) -> list[Finding]:
     for finding in shown:
         by_title.setdefault(finding.title, finding)
     return list(by_title.values())[:MAX_CAUSES]
+
+
+def _is_too_small(document: Report, finding: Finding) -> bool:
+    """Return whether a run that does not fit would not be much smaller without what `finding` is about."""
+    min_bytes = MIN_CAUSE_SHARE * document.verdict.required_bytes
+    is_small = finding.num_bytes is not None and finding.num_bytes < min_bytes
+    return document.verdict.fits is False and finding.severity is not Severity.ERROR and is_small
 
 
 def _list_notes(document: Report) -> list[Finding]:
@@ -256,20 +264,10 @@ def _render_actions(document: Report, code_folder: Path | None) -> list[Renderab
 
 def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
     """Return what to do: the fixes at the program's lines, those of options with the lowest need, the next command."""
-    actions = []
     told_findings = [*find_certain_errors(document), *_list_told(document)]
-    fixes = dict.fromkeys(_list_line_fixes(told_findings))
-    effects = {
-        pair: effect
-        for one in told_findings
-        if (effect := _describe_effect(document, one))
-        for pair in [*_list_line_fixes([one])][:1]
-    }
-    # What is to be done at a line is not told again of a variable without one.
-    told = {fix.partition(": ")[2] for fix, source in fixes if source}
-    for fix, source in (pair for pair in fixes if pair[1] or pair[0] not in told):
-        code = read_code(source, code_folder) if source and code_folder else None
-        actions.append(Action(f"{fix}{effects.get((fix, source), '')}", code or ""))
+    fits = document.verdict.fits is not False
+    causes = [one for one in told_findings if fits or one.is_decisive or one.severity is Severity.ERROR]
+    actions = _list_fixes_of(document, causes, code_folder)
     if not (_is_solved(document) or document.ladder):
         ranked = sorted(document.findings, key=lambda finding: finding.id != "does-not-fit")  # it has all, best first
         suggestions = {s.text: s for finding in ranked for s in finding.suggestions}.values()
@@ -284,9 +282,29 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
+    # Without what makes the run fit, this does not.
+    actions += _list_fixes_of(document, [one for one in told_findings if one not in causes], code_folder)
     next_step = choose_next_step(document)
     if next_step and next_step not in HELP_STEPS:
         actions.append(Action(*next_step, command=True))
+    return actions
+
+
+def _list_fixes_of(document: Report, findings: Sequence[Finding], code_folder: Path | None) -> list[Action]:
+    """Return the fixes of `findings` at the program's lines, with what the run needs then."""
+    fixes = dict.fromkeys(_list_line_fixes(findings))
+    effects = {
+        pair: effect
+        for one in findings
+        if (effect := _describe_effect(document, one))
+        for pair in [*_list_line_fixes([one])][:1]
+    }
+    # What is to be done at a line is not told again of a variable without one.
+    told = {fix.partition(": ")[2] for fix, source in fixes if source}
+    actions = []
+    for fix, source in (pair for pair in fixes if pair[1] or pair[0] not in told):
+        code = read_code(source, code_folder) if source and code_folder else None
+        actions.append(Action(f"{fix}{effects.get((fix, source), '')}", code or ""))
     return actions
 
 

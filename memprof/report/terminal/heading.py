@@ -70,7 +70,9 @@ def _describe_program(program: ProgramFacts) -> str:
     counted = f", {steps}" * bool(num_steps)
     ending = own_code if has_own_exit_code(program) else _TEXT_BY_ENDING[program.ended]
     begun = f"after training step {num_steps} began" if num_steps else "before any training step"
-    return f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, counted=counted, begun=begun, rest=rest)}"
+    return (
+        f"{shlex.join(program.command)}{fixes}: {ending.format(steps=steps, counted=counted, begun=begun, rest=rest)}"
+    )
 
 
 def has_own_exit_code(program: ProgramFacts) -> bool:
