@@ -301,17 +301,17 @@ def _make_error_groups(trace: Trace) -> list[_Group]:
 
 
 def _count_models(context: Context, parameters: Iterable[int]) -> int:
-    """Return the number of models that `parameters` belong to: those of one line and shape, between which the program
-    has computed."""
+    """Return the number of models that `parameters` belong to: of those of one line and shape, the ones between which
+    the program has computed. The parameters with the most bytes count: a latent that is optimized is no model."""
     trace, births = context.ledger.trace, context.lifetimes.births
     # A forward that begins without a call only makes tensors, as between the parameters that are added to a model.
     trained = {time for time, phase in context.phases if phase.kind in (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)}
     computed = sorted(trained.union(forward.end for forward in trace.forwards))
-    rounds: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in parameters:
-        key = (*make_key(trace, index), trace.storages[index].shape, trace.storages[index].dtype)
-        rounds[key].add(bisect.bisect_left(computed, births[index]))
-    return max(map(len, rounds.values()), default=0)
+        alike[*make_key(trace, index), trace.storages[index].shape, trace.storages[index].dtype].append(index)
+    largest = max(alike.values(), key=context.lifetimes.sum_bytes, default=[])
+    return len({bisect.bisect_left(computed, births[index]) for index in largest})
 
 
 def _is_kept_on_purpose(context: Context, holder: Holder, members: Sequence[int]) -> bool:

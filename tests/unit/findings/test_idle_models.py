@@ -126,10 +126,53 @@ def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
         return
     (finding,) = findings
     assert finding.is_decisive and finding.severity is Severity.WARNING
-    assert "400.00 MiB stay on the GPU after their last use: 2 models built one after another, 200.00 MiB each" in finding.title
+    assert (
+        "400.00 MiB stay on the GPU after their last use: 2 models built one after another, 200.00 MiB each"
+        in finding.title
+    )
 
 
-def replaced_model(computes: int = 3, new_mib: int = 64, *, frees_state: bool = False) -> tuple[UsesBuilder, int]:
+def test_latents_that_are_optimized_one_after_another_are_no_models() -> None:
+    """The network that they are optimized for is larger, and the same for all."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 100 * MIB)
+    for image in range(1, 4):
+        latent = b.parameter("", 25 * MIB)
+        b.phase(PhaseKind.FORWARD, image)
+        b.use(weight, latent)
+        b.phase(PhaseKind.OPTIMIZER_STEP, image)
+        b.use(latent)
+    b.phase(PhaseKind.EVALUATION, 3)
+    b.phase(PhaseKind.EVALUATION, 3)
+    assert not any("models built" in finding.title for finding in b.find(500 * MIB))
+
+
+@pytest.mark.parametrize(("last_mib", "num_replaced"), [(63, 0), (64, 1)])
+def test_a_model_may_call_its_parts_while_it_is_built(last_mib: int, num_replaced: int) -> None:
+    """What is built after such a call is no other model, if it is small."""
+    b, weight = replaced_model(runs_out=False)
+    parts = []
+    for num_bytes in (64 * MIB, last_mib * MIB):
+        parts.append(b.parameter("part", num_bytes // 4))
+        b.phase(PhaseKind.FORWARD, 4)
+        begin = len(b.trace.events)
+        made = b.alloc(MIB)
+        b.use(parts[-1])
+        b.free(made)
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, 0, True, 0, ()))
+    run_out(b)
+    found = find_replaced_models(b.context())
+    assert weight in found and len(found.intersection(parts)) == num_replaced
+
+
+def run_out(b: UsesBuilder) -> None:
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+
+
+def replaced_model(
+    computes: int = 3, new_mib: int = 64, *, frees_state: bool = False, runs_out: bool = True
+) -> tuple[UsesBuilder, int]:
     """A model of 100 MiB with as much state computes in some phases; memory runs out while a second one is built."""
     b = UsesBuilder(PhaseKind.MODEL)
     weight = b.parameter("weight", 25 * MIB)
@@ -142,8 +185,8 @@ def replaced_model(computes: int = 3, new_mib: int = 64, *, frees_state: bool = 
     for _ in range(2):
         b.use(b.parameter("weight", new_mib * MIB // 8))
     b.free(*[state] * frees_state)
-    b.alloc(300 * MIB)
-    b.trace.ended_out_of_memory = True
+    if runs_out:
+        run_out(b)
     b.trace.idle_holders.append(OUT._replace(kind="Trainer", name="trainer", storages=(weight, state)))
     return b, weight
 
