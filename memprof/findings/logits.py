@@ -52,7 +52,8 @@ def find(context: Context) -> list[Finding]:
     if len({math.prod(trace.storages[index].shape) for index in most.storages}) > 1:  # such as chunks of the others
         shape_text = f"up to {shape_text}"
     line = evidence.find_own_line(trace, find_first_logits(trace, copies))
-    losses = (index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax")
+    first = min(most.storages)  # storages are in order of birth: what calls before that made is no loss of these
+    losses = (index for index in copies if index > first and trace.op(trace.storages[index]) == "aten._log_softmax")
     loss_line = next((evidence.find_own_line(trace, index) for index in losses), line)
     loss = "" if loss_line == line else f", with a log_softmax at {evidence.file_and_line(loss_line)}"
     place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}{loss}"

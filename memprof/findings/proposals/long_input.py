@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memprof.findings.evidence import format_shape, is_inference, is_input
+from memprof.findings.evidence import format_shape, is_inference, is_input, is_peak_in_evaluation
 from memprof.findings.finding import Context
 from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.suggestions import Proposal, proposes
@@ -23,15 +23,15 @@ _PHASES = (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION)
 
 @proposes(65)
 def propose(context: Context) -> Iterator[Proposal]:
-    """Yield the change if half of the peak is of tensors as long as the only input, a fraction or a multiple of it.
+    """Yield the change if half of the peak is of tensors as long as the largest input, a fraction or a multiple of it.
 
     With a batch, fewer samples at a time are the better change. In training, parts would be other samples.
     """
     trace, at_peak = context.ledger.trace, context.lifetimes.at_peak
-    inputs = [trace.storages[index].shape for index in at_peak if is_input(trace, index)]
-    if context.spec is not None or len(inputs) != 1 or not is_inference(trace):
+    inputs = [trace.storages[index] for index in at_peak if is_input(trace, index)]
+    if context.spec is not None or not inputs or not (is_inference(trace) or is_peak_in_evaluation(context)):
         return
-    (shape,) = inputs
+    shape = max(inputs, key=lambda storage: storage.num_bytes).shape
     length = max(shape, default=0)
     if length < MIN_LENGTH or shape[0] != 1:
         return

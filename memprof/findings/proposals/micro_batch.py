@@ -86,9 +86,15 @@ def _find_loader_line(context: Context, batch_size: int) -> tuple[str | None, st
 
 
 def _is_without_gradients(context: Context) -> bool:
-    """Return whether the batches are of a script's inference, evaluation, or of a call between its steps."""
-    is_called = is_inference(context.ledger.trace) or is_peak_in_evaluation(context)
-    return context.spec is None and (is_called or find_call_between_steps(context) is not None)
+    """Return whether the batches are of a script's inference, evaluation, of a call between its steps, or of one before
+    it has an optimizer: none of these accumulates gradients."""
+    if context.spec is not None:
+        return False
+    trace = context.ledger.trace
+    has_optimizer = bool(trace.first_steps) or any(phase.kind is PhaseKind.OPTIMIZER_STEP for phase in trace.phases)
+    is_before_training = trace.ended_out_of_memory and not has_optimizer and bool(trace.list_calls())
+    is_called = is_inference(trace) or is_peak_in_evaluation(context) or is_before_training
+    return is_called or find_call_between_steps(context) is not None
 
 
 @cache_per_context
@@ -143,11 +149,15 @@ def find_batch_size(context: Context) -> int | None:
 
 
 def _list_input_shapes(context: Context) -> list[tuple[int, ...]]:
-    """Return the shapes of the model's inputs that are live at the peak, without those with one row, and without masks
-    [n x n] of n tokens."""
-    trace = context.ledger.trace
+    """Return the shapes of the model's inputs that are live at the peak, or else when its last call began, without
+    those with one row, and without masks [n x n] of n tokens."""
+    trace, peak = context.ledger.trace, context.ledger.peak_event
     inputs = [index for index, owner in trace.owners.items() if owner.role is Role.INPUT]
-    shapes = [trace.storages[index].shape for index in inputs if index in context.lifetimes.at_peak]
+    given = context.lifetimes.find_live(peak, inputs).storages
+    if not given:
+        begin = max((call.begin for call in trace.list_calls() if call.begin <= peak), default=peak)
+        given = context.lifetimes.find_live(begin - 1, inputs).storages
+    shapes = [trace.storages[index].shape for index in given]
     lengths = {size for shape in shapes if shape[:1] == (1,) for size in shape[1:]}
     masks = {(length, length) for length in lengths}
     return [shape for shape in shapes if shape and shape[0] > 1 and shape not in masks]
@@ -157,17 +167,22 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
     """Return the storages with the batch as a factor; none if samples are compared with each other (n x n).
 
     The factor is a dimension, or part of the first one, into which others are often merged. What accumulates over the
-    calls of an evaluation has those of all batches.
+    calls of an evaluation has those of all batches. Where no gradients are accumulated, what is moved to the GPU is as
+    much as is computed at a time.
     """
     trace = context.ledger.trace
     parameters = {trace.storages[index].shape for index in param_names(trace)}
     widths = {size for shape in parameters for size in shape}
     widths |= {size for shape in _list_input_shapes(context) for size in shape[1:]}
     batched = list(trace.optional_storages())  # workspaces of convolutions
-    num_workspaces, kept_keys = len(batched), find_kept_keys(context)
+    num_others = len(batched)
+    kept_keys = find_kept_keys(context)
     kinds = _EVALUATING if is_peak_in_evaluation(context) else _PHASES  # a training beside it stays as it is
     call = find_call_between_steps(context)
     since = 0 if call is None else call.begin
+    if _is_without_gradients(context):
+        batched += [index for index in context.lifetimes.at_peak if _is_moved_batch(trace, index, batch_size)]
+        num_others = len(batched)
     for index, storage in enumerate(trace.storages):
         shape, owner = storage.shape, trace.owners.get(index)
         if (
@@ -188,7 +203,13 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
                 return []
             continue
         batched.append(index)
-    return batched if len(batched) > num_workspaces else []
+    return batched if len(batched) > num_others else []
+
+
+def _is_moved_batch(trace: Trace, index: int, batch_size: int) -> bool:
+    """Return whether the storage is an input with so many rows that was moved to the GPU."""
+    is_moved = trace.op(trace.storages[index]) == "aten._to_copy" and index in trace.owners
+    return is_moved and trace.owners[index].role is Role.INPUT and trace.storages[index].shape[:1] == (batch_size,)
 
 
 def _keep_gradients(trace: Trace) -> Trace:

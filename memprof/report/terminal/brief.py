@@ -278,7 +278,9 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         # What takes away the cause itself comes first, however little that is.
         own = {s.text for cause in list_causes(document) if cause.is_decisive for s in cause.suggestions}
         worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most or one.text in own]
-        best = sorted(worth, key=lambda one: (one.text not in own, _is_marginal(document, one)))
+        if is_end:  # the next allocations fail instead
+            worth = [one for one in worth if not _only_makes_room(document, one)] or worth
+        best = sorted(worth, key=lambda one: (one.text not in own, _comes_last(document, one)))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
             actions.append(Action(_describe_suggestion(one), code or ""))
@@ -326,14 +328,17 @@ def _is_solved(document: Report) -> bool:
     return any(_list_line_fixes([finding for finding in document.findings[:1] if finding.is_decisive]))
 
 
-def _is_marginal(document: Report, suggestion: Suggestion) -> bool:
-    """Return whether a suggestion comes after others, however little it costs: it saves little, or makes room of pieces
-    where something else is the cause."""
+def _comes_last(document: Report, suggestion: Suggestion) -> bool:
+    """Return whether a suggestion comes after others, however little it costs."""
+    saves_little = suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes
+    return saves_little or _only_makes_room(document, suggestion)
+
+
+def _only_makes_room(document: Report, suggestion: Suggestion) -> bool:
+    """Return whether a suggestion makes room of free pieces where something else is the cause."""
     is_in_pieces = any(one.is_decisive and one.id == "fragmentation" for one in document.findings[:1])
     fix = None if suggestion.fix is None else FIXES[suggestion.fix.partition("=")[0]]
-    is_of_allocator = fix is not None and bool(fix.alloc_conf)
-    saves_little = suggestion.num_bytes < MIN_SAVED_SHARE * document.verdict.required_bytes
-    return saves_little or (is_of_allocator and not is_in_pieces)
+    return fix is not None and bool(fix.alloc_conf) and not is_in_pieces
 
 
 def _describe_suggestion(suggestion: Suggestion) -> str:
