@@ -14,13 +14,15 @@ from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.idle_storages import find_phase
 from memprof.findings.lifetimes import Saving
 from memprof.ledger.what_if import free_earlier, resize
-from memprof.trace.events import EventKind, Forward, PhaseKind, Trace
+from memprof.trace.events import EventKind, Forward, PhaseKind, Role, Trace
 from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 64 * MIB
 MIN_SHARE = 0.05  # of the peak: found if the peak would be lower by at least this and MIN_BYTES
 
-MIN_STEPS = 2  # of optimizers: in the first, gradients may wait for an optimizer that the program has yet to build
+# Of optimizers: in the first step, gradients may wait for an optimizer that the program has yet to build. Where memory
+# runs out after it, and no optimizer waits for its first step, none has them.
+MIN_STEPS = 2
 
 _MOST_SHOWN = 3
 
@@ -43,7 +45,8 @@ def find(context: Context) -> list[Finding]:
     saved = _find_saved(context)
     steps = {phase.step for _, phase in context.phases if phase.kind is PhaseKind.OPTIMIZER_STEP}
     call = _find_call(context, [*saved, *gradients])
-    is_early = not gradients or len(steps) < MIN_STEPS
+    waits = not trace.ended_out_of_memory or bool(trace.first_steps) or not steps
+    is_early = not gradients or (waits and len(steps) < MIN_STEPS)
     copied = _find_copied_module(trace) if is_early and trace.ended_out_of_memory else None
     in_eval_mode = call is not None and not call.training and _leads_to_none(context, call)
     if is_early and not (trace.ended_out_of_memory and (in_eval_mode or copied is not None)):
@@ -212,13 +215,18 @@ def _leads_to_none(context: Context, call: Forward) -> bool:
 
 
 def _name_parameters(context: Context, gradients: list[int]) -> str:
-    """Return the parts of the model that have the parameters, those with most bytes first."""
+    """Return the parts of the model that have the parameters, those with most bytes first; of parts with others too, as
+    of adapters, that only these are meant."""
     trace = context.ledger.trace
     sizes: Counter[str] = Counter()
+    own = {trace.owners[index].name for index in gradients if index in trace.owners}
     for index in gradients:
         owner = trace.owners.get(index)
         if owner is not None and owner.name:
             sizes[owner.name.partition(".")[0]] += trace.storages[index].num_bytes
     names = [f"`{name}`" for name, _ in sizes.most_common()]
     more = [f"{len(names) - _MOST_SHOWN} more"] * (len(names) > _MOST_SHOWN)
-    return ", ".join([*names[:_MOST_SHOWN], *more]) or "its parameters"
+    parts = ", ".join([*names[:_MOST_SHOWN], *more])
+    parameters = (owner.name for owner in trace.owners.values() if owner.role is Role.PARAMETER)
+    has_others = any(name not in own and name.partition(".")[0] in sizes for name in parameters)
+    return f"the parameters of {parts} that are not trained" if has_others else parts or "its parameters"

@@ -9,7 +9,7 @@ import pytest
 from memprof.findings import Finding
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.untrained_gradients import find
-from memprof.trace.events import NONE, Forward, InnerCall, PhaseKind, Role, UntrainedSpan
+from memprof.trace.events import NONE, FirstStep, Forward, InnerCall, Owner, PhaseKind, Role, UntrainedSpan
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -104,6 +104,28 @@ def test_least_share_of_the_peak(num_bytes: int, told: list[int]) -> None:
 @pytest.mark.parametrize(("num_steps", "is_told"), [(1, False), (2, True), (3, True)])
 def test_in_the_first_step_an_optimizer_may_be_missing_yet(num_steps: int, is_told: bool) -> None:
     assert bool(find(program(num_steps=num_steps).context())) == is_told
+
+
+@pytest.mark.parametrize(("num_steps", "waits", "is_told"), [(0, False, False), (1, False, True), (1, True, False)])
+def test_where_memory_runs_out_no_optimizer_is_to_come_but_one_that_waits(
+    num_steps: int, waits: bool, is_told: bool
+) -> None:
+    b = program(num_steps=1)
+    kinds = [PhaseKind.OTHER if phase.kind is PhaseKind.OPTIMIZER_STEP else phase.kind for phase in b.trace.phases]
+    if not num_steps:
+        b.trace.phases = [phase._replace(kind=kind) for phase, kind in zip(b.trace.phases, kinds, strict=True)]
+    b.trace.ended_out_of_memory = True
+    b.trace.first_steps = [FirstStep((0,), (NONE,), (2,))] * waits
+    assert bool(find(b.context())) == is_told
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("body.0", "`head`"), ("head.lora", "the parameters of `head` that are not trained")]
+)
+def test_parts_with_adapters_are_not_frozen_as_a_whole(name: str, words: str) -> None:
+    b = program()
+    b.trace.owners[0] = Owner(Role.PARAMETER, name)
+    assert f"requires_grad_(False) on {words}, where" in only(find(b.context())).evidence[0].text
 
 
 def test_a_gradient_that_is_read_outside_of_a_backward() -> None:
