@@ -234,7 +234,7 @@ def _compute_needs(context: Context, kept: set[int]) -> MemoryNeeds | None:
 def _make_fix_evidence(
     context: Context, holder: Holder | None, leaks: list[growth.LeakGroup], of_metric: bool
 ) -> Evidence:
-    """Return the change of what `holder` keeps; `of_metric`: outputs of a model that is trained, which a metric reads."""
+    """Return the change of what `holder` keeps; `of_metric`: outputs of a model that is trained, as a metric reads."""
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]

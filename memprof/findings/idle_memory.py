@@ -123,8 +123,8 @@ def _has_exited(trace: Trace) -> bool:
 
 
 def _list_other_snapshots(context: Context) -> list[int]:
-    """Return the copies of a model's state that no operator uses while the program trains, whether something was seen to
-    hold them or not, and those that one line has made when memory runs out in making the next of them."""
+    """Return the copies of a model's state that no operator uses while the program trains, even if nothing was seen to
+    hold them, and those that one line has made when memory runs out in making the next of them."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
     refused = None if oom is None or not trace.ended_out_of_memory else make_key(trace, oom.storage)
     in_progress = (index for index in find_snapshots(context) if make_key(trace, index) == refused)

@@ -377,8 +377,8 @@ def _render_tables(document: Report) -> Iterator[RenderableType]:
 
 
 def _render_top_stages(document: Report, num_stages: int) -> RenderableType:
-    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if a line is to
-    be changed, or memory ended the run: what is there then stands above."""
+    """Return a table of the `num_stages` stages with the highest peaks, in the order of the run; nothing if a line is
+    to be changed, or memory ended the run: what is there then stands above."""
     is_end = document.program is not None and document.program.ended == "refused"
     if is_end or any(source for _, source in _list_line_fixes(_list_told(document))):
         return Group()
