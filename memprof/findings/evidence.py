@@ -104,9 +104,10 @@ def is_applicable(context: Context, fix: Fix) -> bool:
 
 def is_inference(trace: Trace) -> bool:
     """Return whether a run only infers; without a known forward, or where memory ran out before a model was called
-    without gradients, it may be training."""
-    kinds = {phase.kind for phase in trace.phases}
-    is_known = not trace.ended_out_of_memory or (bool(trace.list_calls()) and not trace.trains)
+    without gradients, it may be training: parameters, or an input of a frozen model."""
+    kinds, calls = {phase.kind for phase in trace.phases}, trace.list_calls()
+    may_train = trace.trains or (trace.may_train and any(call.nodes for call in calls))
+    is_known = not trace.ended_out_of_memory or (bool(calls) and not may_train)
     return PhaseKind.FORWARD in kinds and not kinds & _TRAINING and is_known
 
 

@@ -11,9 +11,11 @@ from memprof.findings.evidence import file_and_line, is_inference
 from memprof.findings.finding import Context, cache_per_context
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
-from memprof.trace.events import NONE, Event, EventKind, ModuleRole, PhaseKind, Trace
+from memprof.trace.events import NONE, Event, EventKind, Forward, ModuleRole, PhaseKind, Trace
 
-MIN_REPEATS = 16  # calls of one module in one call of a model: fewer are parts that share weights
+MIN_REPEATS = 16  # calls of one module in one call of a model, or before one backward: fewer are parts of it
+
+_ENDS = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)  # of what a graph waits for
 
 
 class LayerCall(NamedTuple):
@@ -52,6 +54,33 @@ def propose_repeated(context: Context) -> Iterator[Proposal]:
             "torch.utils.checkpoint, or solve an ODE with odeint_adjoint, whose backward needs no graph of them"
         )
         yield Proposal(changed, change)
+
+
+@proposes(63)
+def propose_calls_of_a_loop(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a model that one line calls many times before a backward: the steps of a sampler, the parts
+    of a sequence."""
+    trace, peak = context.ledger.trace, context.ledger.peak_event
+    if context.spec is not None or is_inference(trace):
+        return
+    since = max((time for time, phase in context.phases if phase.kind in _ENDS and time < peak), default=0)
+    by_line: dict[tuple[int, int], list[Forward]] = defaultdict(list)
+    for call in trace.list_calls():
+        if call.nodes and since <= call.begin <= peak and not trace.modules[call.module].class_name.endswith("Cell"):
+            by_line[call.module, call.source].append(call)
+    calls = max(by_line.values(), key=len, default=[])
+    if len(calls) < MIN_REPEATS:
+        return
+    spans = [(call.module, call.begin, call.end - 1) for call in calls]
+    changed = checkpoint_calls(context, make_layer_calls(trace, spans))
+    if changed is not None:
+        source = trace.source_at(calls[0].source)
+        name, line = trace.modules[calls[0].module].class_name, file_and_line(source)
+        change = (
+            f"run each of the {len(calls)} calls of {name} at {line}, whose graphs wait for one backward, under "
+            "torch.utils.checkpoint; fewer calls need less too"
+        )
+        yield Proposal(changed, change, source=source)
 
 
 def _find_repeated_modules(trace: Trace) -> frozenset[int]:

@@ -151,6 +151,14 @@ def test_a_run_infers_if_it_goes_forward_only(
     assert is_inference(b.trace) is expected
 
 
+@pytest.mark.parametrize(("nodes", "may_train", "expected"), [(0, True, True), (1, False, True), (1, True, False)])
+def test_an_input_may_be_trained_through_a_frozen_model(nodes: int, may_train: bool, expected: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.ended_out_of_memory, b.trace.may_train = True, may_train
+    b.trace.forwards = [Forward(0, 1, 0, NONE, False, nodes, ())]
+    assert is_inference(b.trace) is expected
+
+
 # -- evidence --------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from memprof.findings.proposals import (
     recurrence,
 )
 from memprof.findings.suggestions import Proposal
-from memprof.trace.events import Forward, Holder, PhaseKind, Role
+from memprof.trace.events import EventKind, Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
 
@@ -139,6 +139,39 @@ def test_a_module_that_runs_again_and_again(num_calls: int, class_name: str, is_
     assert bool(found) == is_told
     for one in found:
         assert one.change.startswith("run each of the 16 calls of `func` (Func, ode.py:4) under torch.utils.checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "class_name", "nodes", "begins_anew", "is_told"),
+    [
+        (16, "UNet", 2, False, True),
+        (15, "UNet", 2, False, False),
+        (16, "GRUCell", 2, False, False),
+        (16, "UNet", 0, False, False),
+        (16, "UNet", 2, True, False),
+    ],
+)
+def test_a_model_that_is_called_again_and_again_before_a_backward(
+    num_calls: int, class_name: str, nodes: int, begins_anew: bool, is_told: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for number in range(num_calls):
+        if begins_anew and number == 1:
+            b.phase(PhaseKind.BACKWARD)
+            b.phase(PhaseKind.FORWARD)
+        begin = len(b.trace.events)
+        b.enter("", class_name)
+        b.new(MIB)
+        b.new(MIB)
+        b.leave()
+        end, line = len(b.trace.events), b._index(b.trace.sources, "sample.py:4 sample")
+        b.trace.forwards.append(Forward(begin, end, b.trace.events[begin].ref, line, True, nodes, ()))
+    b.trace.ended_out_of_memory = True
+    found = list(checkpointing.propose_calls_of_a_loop(b.context()))
+    assert bool(found) == is_told
+    for one in found:
+        assert one.change.startswith(f"run each of the 16 calls of {class_name} at sample.py:4")
+        assert sum(kind is EventKind.FREE for kind, _ in one.trace.events) == 16  # of two tensors, one is the result
 
 
 def erode(num_rounds: int, *, other_mib: int = 0, path: str | None = None) -> TraceBuilder:
