@@ -222,10 +222,16 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[R
 
 
 def _list_others(document: Report) -> list[LiveTensor]:
-    """Return the tensors at the peak that are not the failed allocation."""
-    verdict = document.verdict
-    failed = verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
-    return [one for one in document.peak.tensors if (one.shape, one.dtype, one.source) != failed]
+    """Return the tensors at the peak without the failed allocation, of which there may be others alike."""
+    verdict, others = document.verdict, list(document.peak.tensors)
+    failed = verdict.oom_op, verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
+    alike = next((i for i, one in enumerate(others) if (one.op, one.shape, one.dtype, one.source) == failed), None)
+    if alike is not None:
+        one = others.pop(alike)
+        rest = one.count - 1
+        num_bytes = one.allocated_bytes // one.count * rest
+        others += [replace(one, count=rest, allocated_bytes=num_bytes)] if rest else []
+    return others
 
 
 def _list_largest(

@@ -88,6 +88,28 @@ def test_the_failed_allocation_has_a_row_and_in_a_backward_the_line_of_the_forwa
     assert rows == [["failed allocation", "32.00"], ["parameters", "20.00"], [rest, "16.00"]]
 
 
+@pytest.mark.parametrize(
+    ("op", "count", "told"),
+    [
+        ("aten.sub", 1, "largest beside it: [8x1048576] float32"),  # of the same line, by another operator
+        ("aten.mm", 1, "largest beside it: [8x1048576] float32"),
+        ("aten.mm", 2, "largest beside it: 2 x [8x1048576] float32"),
+        ("aten.mm", 0, "largest beside it: [5x1048576] float32"),
+    ],
+)
+def test_what_is_beside_the_failed_allocation_may_be_as_it_is(op: str, count: int, told: str) -> None:
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), "refused", None, 1, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), program=program)
+    b.new(5, MIB, line="a.py:1 f")
+    b.phase(PhaseKind.FORWARD)
+    for _ in range(count):
+        b.new(8, MIB, op=op, line="a.py:2 f")
+    b.new(8, MIB, line="a.py:2 f")
+    b.trace.ended_out_of_memory = True
+    assert told in to_text(render(analyze(b.trace)), 100)
+
+
 def test_one_stage_alone_is_no_table() -> None:
     b = TraceBuilder()
     b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
