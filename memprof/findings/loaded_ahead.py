@@ -17,8 +17,15 @@ from memprof.findings.effect import (
     name_other_place,
 )
 from memprof.findings.evidence import file_and_line, percent, tensors_evidence
-from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.growth import Key, format_holders, holder_evidence, holder_fix_evidence, make_key
+from memprof.findings.finding import Context, Culprit, Finding, Severity, rule
+from memprof.findings.growth import (
+    Key,
+    describe_holder,
+    format_holders,
+    holder_evidence,
+    holder_fix_evidence,
+    make_key,
+)
 from memprof.findings.idle_storages import find_phase
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Holder, Role
@@ -77,7 +84,12 @@ def find(context: Context) -> list[Finding]:
     )
     edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     severity = Severity.NOTE if context.ledger.run.fits else Severity.WARNING
-    return [Finding("loaded-ahead", severity, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
+    culprit = Culprit(f"tensors of {line}" if holder is None else describe_holder(holder), frozenset(members))
+    return [
+        Finding(
+            "loaded-ahead", severity, title, num_bytes, evidence, (), is_decisive=decides, edit=edit, culprit=culprit
+        )
+    ]
 
 
 def _are_used_in_turn(context: Context, members: list[int]) -> bool:

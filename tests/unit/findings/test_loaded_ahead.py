@@ -25,6 +25,7 @@ def test_the_list_that_keeps_them_is_named() -> None:
 
     first, *_ = find_all(run_out_of_memory(program, 400 * MIB))
     assert first.id == "loaded-ahead" and first.is_decisive and "kept by list `features`" in first.title
+    assert first.culprit is not None and first.culprit.name == "list `features`"
     assert first.edit is not None and ".cpu()" in first.evidence[0].text
 
 
