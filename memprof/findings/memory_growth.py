@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from memprof.allocator import MemoryNeeds
 from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
@@ -273,10 +274,16 @@ def _make_finding_until_peak(
         evidence.append(holder_evidence(None))
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
+    in_vain = find_graphs_in_vain(context) if growth.unit == CALL else None
+    are_parts = in_vain is None or not _are_mostly(context, leaks, in_vain.frees)
     if needs is not None:
-        evidence.append(effect_evidence(context, needs, change))
+        effect = effect_evidence(context, needs, change)
+        # Calls whose gradients are differentiated need each other: how many make a part is not known.
+        evidence.append(effect if are_parts else replace(effect, required_bytes=None))
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
+        if in_vain is not None and not are_parts:
+            evidence.append(Evidence(f"fix: {in_vain.change} (a first-order approximation)", source=in_vain.source))
         if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
             evidence.append(Evidence("fix: if no backward() follows these calls, put them under torch.no_grad()"))
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
@@ -346,7 +353,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
     sources = [source for source, num_bytes in sizes.items() if num_bytes >= _MIN_CALL_SHARE * sizes.total()]
     # A round is several calls, such as the inner steps of a task and what is asked of it then.
     if (holder is not None and holder.fills) or len(sources) > 1:
-        fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
+        fix = "call backward() for each part's loss (task, chunk), not once for their sum, if no part needs another"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
     return Evidence(f"fix: make fewer calls at {file_and_line(source)} before each backward()", source=source)
