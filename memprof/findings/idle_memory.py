@@ -372,7 +372,8 @@ def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int
     line = find_own_line(trace, storages[0])
     by = f"made at {file_and_line(line)}" if holder is None else f"in {_format_holder(holder)}"
     fix = "keep this copy in host memory (.cpu() of each tensor) or in a file, until it is needed"
-    return _Group(f"a copy of the model's state {by}", fix, line, storages, is_snapshot=True)
+    what = "a copy of the model's state"
+    return _Group(f"{what} {by}", fix, line, storages, is_snapshot=True, name=what)
 
 
 def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Group:

@@ -69,7 +69,7 @@ def find(context: Context) -> list[Finding]:
         f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
     )
     place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
-    fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"
+    fix = f"keep the data {place}, and move each batch to the GPU in its step"
     if has_host_memory(context) and trace.op(trace.storages[members[0]]) == "torch.load":
         fix = 'load it with map_location="cpu"'
     fixing = holder_fix_evidence(holder, fix)

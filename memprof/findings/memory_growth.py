@@ -401,7 +401,7 @@ def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP)
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
     elif kept_bytes >= MIN_STEP_BYTES:
-        fix = f"keep it in host memory (.detach().cpu()), or drop what is not needed of each {unit}"
+        fix = f"keep the tensors of each {unit} in host memory (.detach().cpu()), or drop those that are not needed"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

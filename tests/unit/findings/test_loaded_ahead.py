@@ -63,7 +63,7 @@ def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, i
 
 
 @pytest.mark.parametrize(
-    ("op", "fix"), [("torch.load", 'load it with map_location="cpu"'), ("aten.randn", "keep data")]
+    ("op", "fix"), [("torch.load", 'load it with map_location="cpu"'), ("aten.randn", "keep the data")]
 )
 def test_what_is_loaded_from_files_is_loaded_elsewhere(op: str, fix: str) -> None:
     b = TraceBuilder()

@@ -196,7 +196,7 @@ def test_what_is_cleared_after_the_peak() -> None:
     (finding,) = found(cleared(6, then=2))
     assert finding.severity is Severity.WARNING and finding.num_bytes == 6 * MIB
     assert "grows by 1.00 MiB a step, to 6.00 MiB, kept by list `losses`" in finding.title
-    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: keep it in host memory")
+    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: keep the tensors of each step in host memory")
 
 
 class TestSilentOn:
@@ -390,7 +390,7 @@ def test_what_accumulates_until_the_peak_may_decide_whether_the_run_fits() -> No
 def test_a_graph_that_steps_keep_until_the_peak_is_not_for_the_next_pass() -> None:
     (finding,) = found(cleared(6, then=2, holder=LOSSES._replace(nodes=20)))
     assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
-    told = "keep it in host memory (.detach().cpu()), or drop what is not needed of each step"
+    told = "keep the tensors of each step in host memory (.detach().cpu()), or drop those that are not needed"
     assert told in finding.evidence[-1].text
 
 

@@ -91,10 +91,10 @@ def test_the_failed_allocation_has_a_row_and_in_a_backward_the_line_of_the_forwa
 @pytest.mark.parametrize(
     ("op", "count", "told"),
     [
-        ("aten.sub", 1, "largest beside it: [8x1048576] float32"),  # of the same line, by another operator
-        ("aten.mm", 1, "largest beside it: [8x1048576] float32"),
-        ("aten.mm", 2, "largest beside it: 2 x [8x1048576] float32"),
-        ("aten.mm", 0, "largest beside it: [5x1048576] float32"),
+        ("aten.sub", 1, "largest of the others: [8x1048576] float32"),  # of the same line, by another operator
+        ("aten.mm", 1, "largest of the others: [8x1048576] float32"),
+        ("aten.mm", 2, "largest of the others: 2 x [8x1048576] float32"),
+        ("aten.mm", 0, "largest of the others: [5x1048576] float32"),
     ],
 )
 def test_what_is_beside_the_failed_allocation_may_be_as_it_is(op: str, count: int, told: str) -> None:
