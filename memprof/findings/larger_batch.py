@@ -18,8 +18,8 @@ from memprof.units import format_bytes
 MIN_OTHER_STEPS = 3
 MIN_TIMES = 1.5  # as large as in the median of the other steps
 
-MIN_RISES = 3  # from each step's batch to the next one: fewer may be chance
-MIN_EQUAL_RISES = 2  # each by the rows of the first batch: n, 2n, 3n
+MIN_RISES = 3  # equal ones, from each step's batch to the next: fewer may be chance
+MIN_RISES_OF_FIRST = 2  # each of as many rows as the first batch has: n, 2n, 3n
 
 
 class _Batch(NamedTuple):
@@ -86,9 +86,8 @@ def _iterate_larger(context: Context) -> Iterator[_Batch]:
 
 
 def _find_growing(context: Context) -> Finding | None:
-    """Return the finding if memory ended a run in which each step's batch has more rows than the one before it: a slice
-    that begins at the first row each time, or a list that is not emptied. A search for the largest batch catches that
-    error."""
+    """Return the finding if memory ended a run in which each step's batch has more rows than the one before it, always
+    by as many: a slice that begins at the first row each time, or a list that is not emptied."""
     ledger, trace = context.ledger, context.ledger.trace
     if not trace.ended_out_of_memory:
         return None
@@ -135,9 +134,10 @@ def _grow(rows: list[int]) -> bool:
 
 
 def _are_rising(rows: list[int]) -> bool:
-    """Return whether batches of so many rows grow from each step to the next, and not by chance."""
-    are_equal_rises = all(count == number * rows[0] for number, count in enumerate(rows, 1))
-    return _grow(rows) and len(rows) > (MIN_EQUAL_RISES if are_equal_rises else MIN_RISES)
+    """Return whether batches of so many rows grow from each step to the next by as much: a search doubles them."""
+    rises = {more - few for few, more in pairwise(rows)}
+    min_rises = MIN_RISES_OF_FIRST if rises == {rows[0]} else MIN_RISES
+    return len(rises) == 1 and _grow(rows) and len(rows) > min_rises
 
 
 @cache_per_context
