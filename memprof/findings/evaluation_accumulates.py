@@ -240,8 +240,9 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
     if any(line is not None and TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
-            "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs "
-            "(such as the argmax, which is then not taken again there)"
+            "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs (as "
+            "their argmax or top k, not taken again there), or set eval_accumulation_steps, which moves the outputs to "
+            "host memory after every so many batches"
         )
     if any(context.ledger.categories[leak.storages[-1]] is Category.KV_CACHE for leak in leaks):
         return growth.holder_fix_evidence(

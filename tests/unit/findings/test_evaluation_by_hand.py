@@ -293,7 +293,7 @@ def test_a_trainer_has_options_of_its_own(source: str) -> None:
     b = accumulated()
     b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), source=source))
     fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
-    assert "preprocess_logits_for_metrics" in fix.text
+    assert all(name in fix.text for name in ("preprocess_logits_for_metrics", "eval_accumulation_steps"))
 
 
 @pytest.mark.parametrize(("is_held", "is_used"), [(True, False), (False, False), (True, True)])

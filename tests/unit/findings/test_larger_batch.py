@@ -95,6 +95,36 @@ def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) 
     assert finding is not None and word in finding.evidence[0].text
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_told"),
+    [
+        ([20, 30, 40, 50], True),
+        ([20, 30, 40], False),  # may be chance
+        ([20, 40, 60], True),
+        ([20, 40], False),
+        ([20, 40, 80, 160], False),  # a search
+        ([40, 40, 40, 40], False),
+    ],
+)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_batch_that_grows_until_memory_runs_out(rows: list[int], is_told: bool, is_cut: bool) -> None:
+    """The first step allocates the weight and three times its rows."""
+    b = steps([row * 2 for row in rows])
+    b.trace.ended_out_of_memory = is_cut
+    finding = found(b, (10 + 6 * rows[-1]) * MIB)
+    is_growth = finding is not None and finding.title.startswith("The batch grows")
+    assert is_growth == (is_told and is_cut)
+    if finding is not None and is_growth:
+        shapes = [f"[{2 * row} x {ROW}]" for row in rows]
+        shapes[2:-1] = ["..."] * (len(rows) > 3)
+        assert finding.title == (
+            f"The batch grows in each step: {', '.join(shapes)} in step {len(rows)} (x/train.py:4); step 1 "
+            "allocates at most 140.00 MiB"
+        )
+        assert (finding.num_bytes, finding.is_decisive) == (6 * (rows[-1] - rows[0]) * MIB, True)
+        assert finding.evidence[0].source == LINE
+
+
 def lengths(sizes: Iterable[int]) -> TraceBuilder:
     """Each step is given so many MiB, and its forward allocates twice that; memory runs out in the last."""
     b = TraceBuilder()
