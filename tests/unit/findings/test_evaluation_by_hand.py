@@ -275,6 +275,26 @@ def test_what_several_loops_leave_is_added_up(larger: int) -> None:
     assert "of 10 calls of" in finding.title and "4.00 MiB a call, 30.00 MiB in all" in finding.title
 
 
+@pytest.mark.parametrize(
+    ("is_freed", "title"),
+    [
+        (True, "of 5 calls of Net stay on the GPU: 2.00 MiB a call, 10.00"),
+        (False, "of 9 calls of Net stay on the GPU: 2.00 MiB a call, 18.00"),
+    ],
+)
+def test_calls_are_those_of_which_something_is_live_at_a_time(is_freed: bool, title: str) -> None:
+    """An evaluation of five batches, whose outputs a later one of four replaces."""
+    b = accumulated()
+    outputs = [index for forward in b.trace.forwards for index in forward.outputs]
+    b.phase(PhaseKind.BACKWARD)
+    b.free(*outputs * is_freed)
+    b.phase(PhaseKind.FORWARD)
+    for _ in range(4):
+        b.call(2 * MIB)
+    finding = only(evaluation_accumulates.find(b.context()))
+    assert title in finding.title and finding.num_bytes == (10 if is_freed else 18) * MIB
+
+
 def test_the_edit_is_of_the_holder_with_most_a_call() -> None:
     b = EvaluationBuilder(PhaseKind.FORWARD)
     for _ in range(5):

@@ -122,3 +122,27 @@ def test_a_copy_that_is_read_again_at_the_end(shape: tuple[int, ...], too_early:
     for one in found:
         assert one.num_bytes == 200 * MIB and "last used" not in one.title
         assert "in host memory, the run allocates at most" in one.evidence[1].text
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_an_unread_copy_that_nothing_was_seen_to_hold_where_memory_runs_out(is_followed: bool) -> None:
+    """It is made after the second step; until the next forward begins, the program may be about to use it."""
+    b = UsesBuilder()
+    weights = [b.parameter(f"{number}.weight", 100, MIB // 4) for number in range(2)]
+    for step in (1, 2):
+        b.phase(PhaseKind.FORWARD, step)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.use(*weights)
+    b.phase(PhaseKind.OTHER, 2)
+    made = [b.new(100 * MIB // 4, op="aten.clone", line=COPY_LINE) for _ in weights]
+    b.use(*made)
+    if is_followed:
+        b.phase(PhaseKind.FORWARD, 3)
+    b.use(*weights)
+    b.alloc(300 * MIB)
+    b.trace.ended_out_of_memory = True
+    found = b.find(600 * MIB)
+    assert len(found) == is_followed
+    for one in found:
+        assert one.is_decisive and one.num_bytes == 200 * MIB and one.evidence[0].source == COPY_LINE
+        assert one.title.endswith("a copy of the model's state made at train.py:7")

@@ -285,5 +285,7 @@ def test_what_is_computed_for_more_than_is_used(rows: int, op: str, is_told: boo
     told = f"index first, and compute only the elements that rays.py:3 takes ([{rows} x {MIB // 2}])"
     assert (told in finding.evidence[0].text) == is_told
     assert (finding.edit is None) == is_told
+    predicate = "are computed, and few of them used" if is_told else "stay on the GPU after their last use"
+    assert finding.title == f"128.00 MiB {predicate}: variable `out` (x/train.py:9)"
     # What is made of the rows gets smaller too, so that the run needs less than without these alone.
     assert (finding.evidence[1].required_bytes is None) == is_told

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from memprof.findings import Finding, Severity
+from memprof.findings.finding import Culprit
+from memprof.findings.idle_memory import _make_model_fix
 from memprof.findings.idle_storages import find_idle_storages, find_replaced_models
 from memprof.trace.events import Caller, CycleKind, Forward, Holder, Owner, PhaseKind, Role
 from memprof.trace.facts import ProgramFacts
@@ -126,6 +128,7 @@ def test_models_built_one_after_another_are_counted(is_used: bool) -> None:
         return
     (finding,) = findings
     assert finding.is_decisive and finding.severity is Severity.WARNING
+    assert finding.culprit == Culprit("2 models built one after another", frozenset(weights[:4]))
     assert (
         "400.00 MiB stay on the GPU after their last use: 2 models built one after another, 200.00 MiB each"
         in finding.title
@@ -359,3 +362,29 @@ def test_what_was_computed_with_of_a_model_that_another_one_replaces() -> None:
     assert find_replaced_models(b.context(400 * MIB)) == {weight, gradient}
     b.trace.ended_out_of_memory = False
     assert not find_replaced_models(b.context(400 * MIB)) and unused
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "has_state", "is_deleted"),
+    [
+        ("", "model", False, True),
+        ("", "model", True, False),  # its optimizer keeps it too
+        ("", "Trainer.model", False, False),
+        ("", "parts['model']", False, False),
+        (None, "", False, False),
+    ],
+)
+def test_only_a_plain_variable_of_a_model_without_optimizer_state_is_deleted(
+    kind: str | None, name: str, has_state: bool, is_deleted: bool
+) -> None:
+    holder = None if kind is None else OUT._replace(kind=kind, name=name)
+    fix = _make_model_fix(holder, has_state=has_state)
+    assert (f"(`del {name}`)" in fix) == is_deleted and fix.startswith("delete the model")
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_model_has_a_row_in_the_breakdown(is_held: bool) -> None:
+    b, weight = replaced_model()
+    b.trace.idle_holders *= is_held
+    (finding,) = b.find(400 * MIB)
+    assert finding.culprit == Culprit("an earlier model", frozenset({weight, weight + 1}))

@@ -76,3 +76,35 @@ def test_batches_and_training_have_other_changes() -> None:
 def test_parts_of_a_few_elements_are_no_help(monkeypatch: pytest.MonkeyPatch, part: int, helps: bool) -> None:
     monkeypatch.setattr(long_input, "find_fitting_rows", lambda context, storages, num_rows: part)
     assert bool(proposals((64, LENGTH))) == helps
+
+
+@pytest.mark.parametrize(("phase", "is_cut"), [(PhaseKind.EVALUATION, True), (PhaseKind.FORWARD, False)])
+def test_the_input_of_an_evaluation_beside_a_training(phase: PhaseKind, is_cut: bool) -> None:
+    """A forward after the optimizer's step is of the training, where parts would be other samples."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.free(b.new(8, LENGTH))
+    b.phase(PhaseKind.BACKWARD)
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.phase(phase, 2)
+    b.new(1, LENGTH, owner=(Role.INPUT, "x"))
+    b.new(64, LENGTH)
+    assert bool(list(long_input.propose(b.context()))) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("other", "is_cut"),
+    [
+        ((1, 32), True),
+        ((1, LENGTH - 2), True),
+        ((2, LENGTH), False),  # a batch is the larger one
+        ((1, 2 * LENGTH + 4096), False),  # nothing is as long as that
+    ],
+)
+def test_of_several_inputs_the_largest_is_cut_up(other: tuple[int, ...], is_cut: bool) -> None:
+    for shapes in ([(1, LENGTH), other], [other, (1, LENGTH)]):
+        b = TraceBuilder(PhaseKind.FORWARD)
+        for shape in shapes:
+            b.new(*shape, owner=(Role.INPUT, ""))
+        b.new(64, LENGTH)
+        found = list(long_input.propose(b.context()))
+        assert [f"of length {LENGTH:,} in" in one.change for one in found] == [True] * is_cut

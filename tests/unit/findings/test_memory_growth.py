@@ -415,3 +415,13 @@ def test_states_that_are_carried_on_are_detached_by_their_names(names: list[str]
     holders = [LOSSES._replace(kind="", name=name) for name in names]
     context = kept(4, LOSSES).context(1000 * MIB)
     assert memory_growth._make_carried_fix(context, holders, [], "here") == change
+
+
+@pytest.mark.parametrize("sizes", [(4, 16, 8), (16, 4, 8)])
+def test_of_states_that_are_carried_on_the_largest_comes_first(sizes: tuple[int, ...]) -> None:
+    b = TraceBuilder()
+    state = LOSSES._replace(kind="", node_steps=2)
+    holders = [state._replace(name=f"s{size}", storages=(b.new(size),)) for size in sizes]
+    assert [one.name for one in memory_growth._list_carried(b.trace, holders)] == ["s16", "s8", "s4"]
+    apart = holders[0]._replace(source="/x/train.py:10 main")
+    assert not memory_growth._list_carried(b.trace, [apart, *holders[1:]])

@@ -79,6 +79,19 @@ class TestLogits:
         context = b.context(1000 * GIB, vocab_size=50000)
         assert of(context, "memory-growth") and not of(context, "logits-explosion")
 
+    @pytest.mark.parametrize("has_loss", [True, False])
+    def test_the_log_softmax_is_one_of_the_logits_that_are_live(self, has_loss: bool) -> None:
+        """Not of a call before, as of the step before an evaluation, whose logits are gone."""
+        b = training(8192, 50000)
+        b.free(b.new(4096, 50000, line="model.py:30 forward"))
+        b.free(b.new(4096, 50000, op="aten._log_softmax", line="loss.py:2 loss"))
+        b.new(8192, 50000, line="model.py:30 forward")
+        if has_loss:
+            b.new(8192, 50000, op="aten._log_softmax", line="loss.py:6 loss")
+        (finding,) = of(b.context(vocab_size=50000), "logits-explosion")
+        loss = ", with a log_softmax at loss.py:6" * has_loss
+        assert f" of [8192 x 50000], made at model.py:30{loss}, " in finding.title
+
     def test_silent_on_chunks(self) -> None:
         b = training(8192, 50000)
         for _ in range(16):

@@ -22,6 +22,7 @@ from memprof.trace.events import Holder, Trace
 from memprof.units import MIB
 from memprof.watch import holders
 from memprof.watch.named_holders import find_named_holders
+from memprof.watch.variables import HolderName
 from tests.lanes import by_day
 from tests.unit.full_gpu import run_out_of_memory
 
@@ -279,6 +280,47 @@ def in_an_attribute_that_the_main_part_sets() -> None:
         model(torch.randn(8, 2048, device="cuda"))
 
 
+def evaluate(model: nn.Module, given: Any, *, named: Any = None) -> None:
+    for _ in range(3):
+        model(torch.randn(8, 2048, device="cuda"))
+    assert given or named
+
+
+def passed_by_position() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    state = copy.deepcopy(model.state_dict())  # kept
+    evaluate(model, state)
+
+
+def passed_by_keyword() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    state = copy.deepcopy(model.state_dict())  # kept
+    evaluate(model, None, named=state)
+
+
+def pass_on(model: nn.Module, passed: Any) -> None:
+    evaluate(model, passed)
+
+
+def passed_through_two_functions() -> None:
+    model = nn.Linear(2048, 2048).cuda()
+    state = copy.deepcopy(model.state_dict())  # kept
+    pass_on(model, state)
+
+
+given: Any = None
+
+
+def passed_from_a_global() -> None:
+    global given
+    model = nn.Linear(2048, 2048).cuda()
+    given = copy.deepcopy(model.state_dict())  # kept
+    try:
+        evaluate(model, given)
+    finally:
+        given = None
+
+
 def in_a_variable_of_several_lines() -> None:
     model = nn.Linear(2048, 2048).cuda()
     state: Any = None
@@ -309,6 +351,10 @@ def in_a_variable_that_another_line_made() -> None:
         (in_an_attribute_that_the_main_part_sets, "Meter.state", in_an_attribute_that_the_main_part_sets),
         (in_a_variable_of_several_lines, "state", in_a_variable_of_several_lines),
         (in_a_variable_that_another_line_made, "state", in_a_variable_that_another_line_made),
+        (passed_by_position, "state", passed_by_position),
+        (passed_by_keyword, "state", passed_by_keyword),
+        (passed_through_two_functions, "state", passed_through_two_functions),
+        (passed_from_a_global, "given", passed_from_a_global),
     ],
 )
 def test_of_several_assignments_the_one_that_made_the_tensors_or_the_last(
@@ -317,6 +363,23 @@ def test_of_several_assignments_the_one_that_made_the_tensors_or_the_last(
     (holder,) = run(program).idle_holders
     assert (holder.name, holder.fills) == (name, False)
     assert holder.source is not None and holder.source.startswith(line_of(assigned_in))
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "is_parameter"),
+    [
+        ("given", {}, True),
+        ("named", {}, True),
+        ("given['a']", {}, True),
+        ("_", {}, False),  # a variable of its own
+        ("given", {"is_global": True}, False),
+        ("given", {"owner": Meter}, False),
+        ("given", {"code": None}, False),
+    ],
+)
+def test_what_a_function_has_from_its_caller(text: str, change: dict[str, Any], is_parameter: bool) -> None:
+    name = dataclasses.replace(HolderName(text, evaluate.__code__), **change)
+    assert name.is_parameter is is_parameter
 
 
 @pytest.mark.nightly

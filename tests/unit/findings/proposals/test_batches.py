@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from memprof.findings import Context
 from memprof.findings.proposals import batches, micro_batch, pairs
 from memprof.findings.suggestions import Proposal
 from memprof.spec import TargetSpec
-from memprof.trace.events import NONE, BatchLoader, Event, EventKind, Forward, PhaseKind, Role
+from memprof.trace.events import NONE, BatchLoader, Event, EventKind, FirstStep, Forward, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.proposals.proposed import batch, only
 from tests.unit.traces import TraceBuilder
@@ -281,3 +282,88 @@ def test_fewer_beams_are_told_where_rows_are_samples_times_beams(
     proposal = only(micro_batch.propose_batches(b.context()))
     assert f"batches of {rows} samples" in proposal.change and proposal.change.endswith("fewer beams") == is_told
     assert proposal.trace.storages[2].num_bytes == 96 * 4096 * 4
+
+
+def call(b: TraceBuilder, rows: int) -> None:
+    """Call a model with so many rows of inputs, which are freed then."""
+    given = b.new(rows, 100, owner=(Role.INPUT, ""))
+    begin = len(b.trace.events)
+    b.enter("", "Net")
+    b.leave()
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, NONE, training=False, nodes=0, outputs=()))
+    b.free(given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "live_rows", "batch_size"),
+    [((64,), None, 64), ((32, 64), None, 64), ((64, 32), None, 32), ((64,), 48, 48), ((64,), 1, None)],
+)
+def test_inputs_that_are_gone_at_the_peak_are_those_of_the_last_call(
+    rows: tuple[int, ...], live_rows: int | None, batch_size: int | None
+) -> None:
+    """Not of one that begins after the peak. What is live there counts alone, even if that is no batch."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for count in rows:
+        call(b, count)
+    if live_rows is not None:
+        b.new(live_rows, 100, owner=(Role.INPUT, ""))
+    b.free(b.new(64, 4096))
+    call(b, 16)
+    assert micro_batch.find_batch_size(b.context()) == batch_size
+
+
+@pytest.mark.parametrize(
+    ("trains", "change", "is_halved"),
+    [
+        (False, {}, True),
+        (False, {"op": "aten.randn"}, False),  # the data set, it may be
+        (False, {"rows": 1}, False),
+        (False, {"role": Role.BUFFER}, False),
+        (True, {}, False),
+    ],
+)
+def test_what_is_moved_for_a_call_shrinks_where_no_gradients_are_accumulated(
+    trains: bool, change: dict[str, Any], is_halved: bool
+) -> None:
+    settings = {"op": "aten._to_copy", "rows": 64, "role": Role.INPUT} | change
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 8, owner=(Role.INPUT, ""))
+    moved = b.new(settings["rows"], 100, op=settings["op"], owner=(settings["role"], ""))
+    b.new(64, 256)
+    if trains:
+        b.phase(PhaseKind.BACKWARD)
+    proposal = only(smaller(b.context()))
+    assert proposal.trace.storages[moved].num_bytes == settings["rows"] * 400 // (1 + is_halved)
+
+
+def test_what_is_moved_alone_is_no_reason_for_smaller_batches() -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.new(64, 100, op="aten._to_copy", owner=(Role.INPUT, ""))
+    assert not smaller(b.context())
+
+
+@pytest.mark.parametrize(
+    ("end", "accumulates"),
+    [("memory", False), ("itself", True), ("first step", True), ("later step", True), ("no call", True)],
+)
+def test_no_gradients_are_accumulated_where_memory_ends_a_run_before_its_first_optimizer(
+    end: str, accumulates: bool
+) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    weight = b.parameter("weight", 256, 100)
+    if end == "later step":
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.phase(PhaseKind.FORWARD, 2)
+    b.new(64, 100, owner=(Role.INPUT, ""))
+    begin = len(b.trace.events)
+    b.enter("", "Net")
+    b.new(64, 256)
+    b.leave()
+    if end != "no call":
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, NONE, training=True, nodes=3, outputs=()))
+    if end == "itself":
+        b.phase(PhaseKind.BACKWARD)
+    b.trace.trains = True
+    b.trace.ended_out_of_memory = end != "itself"
+    b.trace.first_steps = [FirstStep((weight,), (NONE,), (2,))] * (end == "first step")
+    assert ("accumulate gradients" in only(smaller(b.context())).change) == accumulates

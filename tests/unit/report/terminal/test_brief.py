@@ -8,7 +8,7 @@ import pytest
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.findings import Finding, Severity, Suggestion
+from memprof.findings import Evidence, Finding, Severity, Suggestion
 from memprof.flows.account import analyze
 from memprof.report.terminal.brief import _Fitting, list_actions, render
 from memprof.report.terminal.console import to_text
@@ -142,3 +142,60 @@ def test_suggestions_come_by_their_cost_unless_they_save_little(
     whole = Finding("does-not-fit", Severity.ERROR, "", 0, (), (), suggestions=tuple(suggestions))
     actions = list_actions(dataclasses.replace(document, findings=[cut, whole]), None)
     assert [action.text for action in actions][: len(order)] == order
+
+
+ROOM, OTHER = suggest("room", 50, fix="expandable-segments"), suggest("other", 20)
+
+
+@pytest.mark.parametrize(
+    ("ended", "suggestions", "is_in_pieces", "order"),
+    [
+        ("refused", [ROOM, OTHER], False, ["other"]),  # the next allocations fail instead
+        ("exit", [ROOM, OTHER], False, ["other", "room"]),
+        ("refused", [ROOM], False, ["room"]),
+        ("refused", [ROOM, OTHER], True, ["room", "other"]),
+    ],
+)
+def test_room_in_free_pieces_is_no_way_out_where_memory_ended_the_run(
+    ended: str, suggestions: list[Suggestion], is_in_pieces: bool, order: list[str]
+) -> None:
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), ended, None, 1, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 80 * MIB, usable_bytes=80 * MIB), program=program)
+    b.alloc(100 * MIB)
+    cause = Finding("fragmentation" if is_in_pieces else "idle-memory", Severity.WARNING, "", 0, (), ())
+    whole = Finding("does-not-fit", Severity.ERROR, "", 0, (), (), suggestions=tuple(suggestions))
+    findings = [dataclasses.replace(cause, is_decisive=is_in_pieces), whole]
+    actions = list_actions(dataclasses.replace(analyze(b.trace), findings=findings), None)
+    assert [action.text for action in actions if action.text in ("room", "other")] == order
+
+
+LINE_FIX = Evidence("fix: `del out` after the last use", source="/x/train.py:9 main")
+
+
+@pytest.mark.parametrize("usable_mib", [200, 80])
+@pytest.mark.parametrize(
+    ("severity", "fix", "hides"),
+    [
+        (Severity.WARNING, LINE_FIX, ["stages", "largest"]),
+        (Severity.NOTE, LINE_FIX, ["stages", "largest"]),
+        (Severity.WARNING, Evidence("fix: lower the batch size"), ["largest"]),
+        (Severity.NOTE, Evidence("fix: lower the batch size"), ["largest"]),
+        (Severity.NOTE, Evidence("nothing to do"), []),
+    ],
+)
+def test_where_a_line_is_to_be_changed_no_tables_follow(
+    severity: Severity, fix: Evidence, hides: list[str], usable_mib: int
+) -> None:
+    """Of a run that does not fit, notes are not shown, and the largest tensor stands with the causes."""
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", usable_mib * MIB, usable_bytes=usable_mib * MIB))
+    b.alloc(20 * MIB)
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(100 * MIB)
+    finding = Finding("idle-memory", severity, "", 50 * MIB, (fix,), ())
+    screen = to_text(render(dataclasses.replace(analyze(b.trace), findings=[finding])), 100)
+    fits = usable_mib == 200
+    is_told = fits or severity is Severity.WARNING
+    assert ("  after\n" in screen) is not (is_told and "stages" in hides)
+    assert ("Largest at the peak" in screen) is (fits and "largest" not in hides)
