@@ -24,7 +24,7 @@ from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import read_local_variables
 from memprof.watch.graph import collect_nodes, find_node
 from memprof.watch.named_holders import NamedHolder, find_named_holders
-from memprof.watch.piled_hooks import find_piled_hook, find_registering_line
+from memprof.watch.piled_hooks import PiledHook, find_piled_hook, find_registering_line
 from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
@@ -270,11 +270,11 @@ class HolderSearch:
             held_bytes=self._sum_held_bytes(roots) if roots else None,
             length=None if limit is None else value.cache_info().currsize if is_cached else len(value),
         )
-        hook = find_piled_hook(value) if isinstance(value, nn.Module) else None
+        hook = _find_hook(value, name)
         if hook is None:
             return holder
         line = find_registering_line(hook, [*variables.codes, *variables.iterate_global_codes()])
-        return holder._replace(kind=HOOK_KIND, name=hook.co_qualname, source=line, fills=line is not None)
+        return holder._replace(kind=HOOK_KIND, name=hook.name, source=line, fills=line is not None)
 
     def _find_assigning_line(self, name: HolderName, storages: set[int], variables: ProgramVariables) -> str | None:
         """Return the line that assigns to the variable or attribute `name`: of several the one that made `storages`, or
@@ -304,6 +304,17 @@ class HolderSearch:
         for tensor in tensors:
             num_bytes[self._recorder.storages.get_index(tensor)] += tensor.numel() * tensor.element_size()
         return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
+
+
+def _find_hook(value: object, name: HolderName) -> PiledHook | None:
+    """Return the hook that piles up on a part of a module, or, for the attribute of an object, which is that hook or
+    has it as a method, on any module; None if none does."""
+    if isinstance(value, nn.Module):
+        return find_piled_hook(value.modules())
+    if name.owner is None:
+        return None
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return find_piled_hook(modules, name.owner)
 
 
 def _has_reset(value: object, name: HolderName, variables: ProgramVariables) -> bool:
