@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import re
 import traceback
 import types
 from collections import Counter, defaultdict
@@ -90,7 +91,7 @@ class HolderSearch:
         """Return the holders of the storages in `targets`, largest first. `targets` maps storage index -> group key.
 
         A holder is the innermost object with nearly all the bytes, or the `outermost`: the trainer, not its model.
-        A holder must keep most of the older storages of a group, because the newest ones are in local variables too.
+        A holder must keep most bytes of a group's older storages: the newest ones are in local variables too.
         A holder that is itself a tensor must keep all of them, as in `all = torch.cat([all, out])`.
         """
         with torch.DisableTorchFunction():
@@ -106,6 +107,7 @@ class HolderSearch:
             indices_by_key: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
                 indices_by_key[key].append(index)
+            sizes = {index: all_storages[index].num_bytes for index in targets}
 
             def find_keys(holder: NamedHolder) -> set[object]:
                 storages = {tensors[t][1] for t in holder.tensors}
@@ -113,7 +115,7 @@ class HolderSearch:
                 return {
                     key
                     for key, members in indices_by_key.items()
-                    if _includes_counterparts(storages, members, all_required=is_tensor)
+                    if _includes_counterparts(storages, members, sizes, all_required=is_tensor)
                 }
 
             explained: set[object] = set()
@@ -186,6 +188,10 @@ class HolderSearch:
         begins = self._step_begins if rounds_begins is None else rounds_begins
         with torch.DisableTorchFunction():
             variables = ProgramVariables(self._recorder)
+            max_nodes = _MAX_SUM_NODES
+            if rounds_begins is not None:  # many of them, and looked for once
+                with_graph = sum(find_node(value) is not None for _, value in variables.tensors)
+                max_nodes = max(max_nodes, MAX_NODES // max(with_graph, 1))
             sums: dict[Any, tuple[NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
                 node = find_node(value)
@@ -194,7 +200,7 @@ class HolderSearch:
                 if node in sums:
                     sums[node][0].names.append(name)
                     continue
-                nodes = collect_nodes([value], _MAX_SUM_NODES)
+                nodes = collect_nodes([value], max_nodes)
                 rounds = self._find_steps(nodes) if rounds_begins is None else _find_rounds(nodes, rounds_begins)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
@@ -330,12 +336,15 @@ def _find_rounds(nodes: list[Any], begins: list[int]) -> set[int]:
     return {bisect.bisect_right(begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER} - {0}
 
 
-def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:
-    """Return whether `storages` include all `counterparts` if `all_required`, else most of the first (older) half."""
+def _includes_counterparts(
+    storages: set[int], counterparts: list[int], sizes: Mapping[int, int], *, all_required: bool
+) -> bool:
+    """Return whether `storages` include all `counterparts` if `all_required`, else most bytes of the first (older)
+    half: an operator may make small ones beside each, such as the means of a normalization."""
     if all_required:
         return storages.issuperset(counterparts)
     older = counterparts[: (len(counterparts) + 1) // 2]
-    return 2 * len(storages.intersection(older)) > len(older)
+    return 2 * sum(sizes[index] for index in storages.intersection(older)) > sum(sizes[index] for index in older)
 
 
 def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str | None:
@@ -348,10 +357,17 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
         codes = _list_method_codes(name.owner)
     if name.is_global or name.owner is not None:
         codes += running_codes
-    # Also search without the keys, since the program may use a variable as a key.
+    parts = re.findall(r"\[[^\]]*\]", bracket + keys)
+    # Also search without the last keys, since the program may use variables as keys.
     lines = (
-        find_fill_line(code, variable, is_attribute=name.owner is not None, keys=key_text)
-        for key_text in dict.fromkeys((bracket + keys, ""))
+        find_fill_line(
+            code,
+            variable,
+            is_attribute=name.owner is not None,
+            keys="".join(parts[:count]),
+            is_any_key=count < len(parts),
+        )
+        for count in range(len(parts), -1, -1)
         for code in codes
     )
     return next((line for line in lines if line is not None), None)

@@ -72,14 +72,17 @@ def list_unused_no_grads(file: str) -> list[str]:
     return lines
 
 
-def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: str = "") -> str | None:
+def find_fill_line(
+    code: CodeType, variable: str, *, is_attribute: bool, keys: str = "", is_any_key: bool = False
+) -> str | None:
     """Return `file:line function` of the first line of `code` that adds to `variable`; None if there is none.
 
     `code` is of a function or an entire module. `is_attribute`: whether `variable` is an attribute (`self.losses`).
-    `keys` are the keys of the inner container, such as `['train']['loss']`, which the line must include.
+    `keys` are the keys of the inner container, such as `['train']['loss']`, which the line must include; with
+    `is_any_key` one that the program computes may follow, and none that it writes out: that is another item's.
     """
     name_regex = (r"\." if is_attribute else r"(?<![\w.])") + re.escape(variable)
-    name_regex += re.escape(keys).replace("'", "[\"']")
+    name_regex += re.escape(keys).replace("'", "[\"']") + (r"(?!\[[\"'])" if is_any_key else "")
     bounded_name_regex = rf"{name_regex}(?!\w)"
     assigned = rf"{name_regex}(?:\s*,\s*[\w.]+)*\s*(?::[^=]+)?=(?!=)"  # `h = `, `h, c = `, `h: Tensor = `
     patterns = (

@@ -554,6 +554,32 @@ def test_what_joins_the_graphs_of_calls_where_memory_runs_out() -> None:
     assert fixes[0].endswith("before each backward()")  # the model's: the loss keeps little
 
 
+def sum_beside_a_mean() -> None:
+    """The sum of 30 calls is an item; so is what is computed of it, of 80 nodes a call."""
+    model = nn.Sequential(*(nn.LayerNorm(64) for _ in range(80))).cuda().eval()
+    results: Any = {"count": 0, "sum": 0, "mean": 0}
+    for _ in range(30):
+        results["count"] += 1
+        results["sum"] += model(torch.randn(1024, 64).cuda()).mean()  # kept
+        results["mean"] = results["sum"] / results["count"]
+
+
+def test_a_sum_of_many_calls_and_not_what_is_computed_of_it() -> None:
+    context = run_out_of_memory(sum_beside_a_mean, 500 * MIB)
+    holder = only(context.ledger.trace)
+    assert holder.name == "results['sum']" and (holder.source or "").startswith(line_of(sum_beside_a_mean))
+
+
+def test_what_an_operator_makes_beside_an_output_is_not_of_its_list() -> None:
+    def program() -> None:
+        model = nn.LayerNorm(64).cuda().eval()  # makes a mean and a deviation for each output
+        outputs = [model(torch.randn(16384, 64, device="cuda")) for _ in range(2)]
+        for _ in range(3):
+            outputs.append(model(torch.randn(16384, 64, device="cuda")))  # noqa: PERF401
+
+    assert only(run(program)).name == "outputs"
+
+
 def test_one_call_after_the_last_backward_is_no_sum() -> None:
     def program() -> None:
         model, optimizer = parts()
