@@ -10,7 +10,7 @@ import inspect
 import re
 import traceback
 import types
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
@@ -42,6 +42,8 @@ from memprof.watch.variables import HolderName, ProgramVariables
 MIN_PART_FRACTION = 0.9  # a part with this fraction of an object's bytes is reported instead of the object
 
 MAX_NODES = 200_000  # autograd nodes that are counted
+
+_CONTAINERS = (list, dict, set, deque)
 
 _MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they include the sums of several steps
 # AccumulateGrad nodes have larger sequence numbers than all other nodes, because the engine runs them first.
@@ -252,6 +254,8 @@ class HolderSearch:
         # A caller of a function has the objects that it passes: only there they can be let go.
         own = next((name for name in names if not name.is_parameter), names[0])
         name, line = next(((name, line) for name, line in lines if line is not None), (own, None))
+        if line is None and isinstance(value, _CONTAINERS):
+            line = _find_line_of_parameter(name, variables)
         holder_source = line
         if is_cached := isinstance(value, functools._lru_cache_wrapper):
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), HolderName(value.__name__, None)
@@ -347,7 +351,7 @@ def _includes_counterparts(
     return 2 * sum(sizes[index] for index in storages.intersection(older)) > sum(sizes[index] for index in older)
 
 
-def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str | None:
+def _find_filling_line(name: HolderName, running_codes: list[CodeType], *, in_place: bool = False) -> str | None:
     """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
     of an attribute; for globals and attributes also in `running_codes`. None if there is no such line."""
     qualified_name, bracket, keys = name.text.partition("[")
@@ -366,10 +370,22 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
             is_attribute=name.owner is not None,
             keys="".join(parts[:count]),
             is_any_key=count < len(parts),
+            in_place=in_place,
         )
         for count in range(len(parts), -1, -1)
         for code in codes
     )
+    return next((line for line in lines if line is not None), None)
+
+
+def _find_line_of_parameter(name: HolderName, variables: ProgramVariables) -> str | None:
+    """Return `file:line function` of the line that fills the container in a variable, of the functions that its own one
+    calls and that have a parameter of the same name; None if there is none."""
+    if name.code is None or name.owner is not None:
+        return None
+    called = (code for code in variables.iterate_global_codes() if code.co_name in name.code.co_names)
+    parameters = (dataclasses.replace(name, code=code, is_global=False) for code in called)
+    lines = (_find_filling_line(one, [], in_place=True) for one in parameters if one.is_parameter)
     return next((line for line in lines if line is not None), None)
 
 

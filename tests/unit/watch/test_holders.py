@@ -106,6 +106,36 @@ def in_a_dict_of_dicts() -> None:
         logs["train"][number] = step(model, optimizer)  # kept
 
 
+def log(logs: dict[str, Any], loss: torch.Tensor) -> None:
+    logs["count"] += 1
+    logs["losses"].append(loss)  # kept
+
+
+def in_a_list_that_another_function_fills() -> None:
+    model, optimizer = parts()
+    logs: dict[str, Any] = {"count": 0, "losses": []}
+    for _ in range(4):
+        log(logs, step(model, optimizer))
+
+
+def replace(losses: list[torch.Tensor], loss: torch.Tensor) -> list[torch.Tensor]:
+    losses = [*losses, loss]
+    assert not loss.dim()
+    return losses
+
+
+def in_a_list_that_another_function_makes() -> None:
+    model, optimizer = parts()
+    losses: list[torch.Tensor] = []
+    for _ in range(4):
+        kept = replace(losses, step(model, optimizer))
+        losses = kept
+
+
+def test_a_line_that_only_assigns_to_a_parameter_fills_nothing() -> None:
+    assert not only(run(in_a_list_that_another_function_makes)).fills
+
+
 def in_a_list_by_a_variable() -> None:
     model, optimizer = parts()
     logs: dict[str, list[torch.Tensor]] = {"train": [], "test": []}
@@ -179,6 +209,7 @@ def line_of(code: Any) -> str:
         (in_a_sum, "", "total", in_a_sum),
         pytest.param(in_an_object, "dict", "Meter.values", Meter.add, marks=pytest.mark.nightly),
         (in_a_dict_of_dicts_of_an_object, "list", "History.logs['train']['loss']", History.add),
+        (in_a_list_that_another_function_fills, "list", "logs['losses']", log),
         (in_a_dict_of_dicts, "dict", "logs['train']", in_a_dict_of_dicts),
         (in_a_list_by_a_variable, "list", "logs['train']", in_a_list_by_a_variable),
         (in_a_sum_by_a_key, "", "totals['loss']", in_a_sum_by_a_key),
