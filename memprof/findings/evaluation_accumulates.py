@@ -26,8 +26,6 @@ WARNING_BYTES = 1 << 20  # per call: less is only a note
 
 MAX_NAMES = 2  # of what keeps tensors, in the breakdown
 
-MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
-
 TRAINER = "transformers/trainer"  # in the paths of its Trainer
 _MOVING = "aten._to_copy"
 
@@ -248,14 +246,8 @@ def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[grow
         return growth.holder_fix_evidence(
             holder, "drop the KV cache of each call when its request is over, and keep its tokens"
         )
-    if holder is not None and holder.held_bytes is not None:
-        whole_bytes = sum(trace.storages[index].num_bytes for index in holder.storages)
-        if holder.held_bytes <= MAX_VIEW_SHARE * whole_bytes:
-            each, whole = (format_bytes(size // len(holder.storages)) for size in (holder.held_bytes, whole_bytes))
-            return growth.holder_fix_evidence(
-                holder,
-                f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
-            )
+    if (view := growth.describe_view(trace, holder)) is not None:
+        return growth.holder_fix_evidence(holder, f"keep .clone() or .cpu() of it: {view}")
     if all(trace.op(trace.storages[leak.storages[-1]]) == _MOVING for leak in leaks):
         return growth.holder_fix_evidence(holder, "keep it in host memory: .cpu(), or what it was before it was moved")
     on_host = " in host memory (.cpu())" if has_host_memory(context) else ""

@@ -196,10 +196,12 @@ def _make_finding(context: Context, kept: _KeptGraphs, saved_at_line: list[int])
     saves = "saves" if len(calls) == 1 else "save"
     unused = _find_unused_no_grad(trace, source)
     why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
+    num_live = _count_live(context, calls, kept.saved)
+    of_all = "" if num_live in (1, len(calls)) else f"{num_live:,} of "
+    together = "" if len(calls) == 1 else " each" if num_live == 1 else " together"
     title = (
-        f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
-        f"{format_bytes(num_bytes)} of activations{' together' * (len(calls) > 1)}, and no backward uses them"
-        f"{format_holders(*groups)}"
+        f"No torch.no_grad(){why}: {of_all}{plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
+        f"{format_bytes(num_bytes)} of activations{together}, and no backward uses them{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
@@ -232,8 +234,14 @@ def _make_finding(context: Context, kept: _KeptGraphs, saved_at_line: list[int])
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"activations of {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"activations of {plural(num_live, 'call')}", frozenset(kept.saved)),
     )
+
+
+def _count_live(context: Context, calls: list[Forward], saved: list[int]) -> int:
+    """Return the calls of which something is among the `saved` tensors where these have the most bytes."""
+    births = sorted(context.lifetimes.births[index] for index in context.lifetimes.find_max_live(saved).storages)
+    return sum(bisect.bisect_left(births, one.begin) < bisect.bisect_left(births, one.end) for one in calls)
 
 
 def _find_unused_no_grad(trace: Trace, source: str | None) -> str | None:

@@ -25,6 +25,7 @@ from memprof.findings.growth import (
     LeakGroup,
     describe_holder,
     describe_tensor,
+    describe_view,
     find_holder_keys,
     find_step_leaks,
     format_holders,
@@ -138,7 +139,7 @@ def _make_finding(
     elif carried and kept < MIN_STEP_BYTES:
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
     else:
-        evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
+        evidence += [_make_fix_evidence(trace, one, kept) for one in (holder, *others)]
     edit = None
     if carried and kept < MIN_STEP_BYTES and not is_emptied:
         edit = make_carried_edit(carried)
@@ -302,7 +303,7 @@ def _make_finding_until_peak(
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, when)))
         edit = make_carried_edit(carried)
     else:
-        evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
+        evidence.append(_make_fix_evidence(context.ledger.trace, holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     culprit, graphs = _name_culprit(holder, leaks), ""
     if growth.unit == CALL:
@@ -396,10 +397,12 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
     )
 
 
-def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
+def _make_fix_evidence(trace: Trace, holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
+    elif kept_bytes >= MIN_STEP_BYTES and (view := describe_view(trace, holder)) is not None:
+        fix = f"keep .detach().clone() or .detach().cpu() of it: {view}"
     elif kept_bytes >= MIN_STEP_BYTES:
         fix = f"keep the tensors of each {unit} in host memory (.detach().cpu()), or drop those that are not needed"
     else:

@@ -367,6 +367,27 @@ def test_graphs_that_no_backward_reaches() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_freed", "calls", "num_mib", "how"),
+    [
+        (0, "3 calls", 60, "together"),
+        (1, "2 of 3 calls", 40, "together"),
+        (3, "3 calls", 20, "each"),
+    ],
+)
+def test_calls_of_which_something_is_live_at_once(num_freed: int, calls: str, num_mib: int, how: str) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for step in range(3):
+        output, saved = b.call(512, 20 * MIB, nodes=5)
+        b.free(output, *[saved] * (step < num_freed))
+    finding = only(evaluation_with_gradients.find(b.context()))
+    assert finding.title.startswith(f"No torch.no_grad(): {calls} of Net")
+    assert f"save up to {num_mib}.00 MiB of activations {how}, and" in finding.title
+    assert finding.culprit is not None and finding.culprit.name == f"activations of {num_mib // 20} call" + "s" * (
+        num_mib > 20
+    )
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "other_mib", "severity"),
     [
         (64 * KIB, 0, Severity.WARNING),

@@ -63,6 +63,14 @@ def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> No
     assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
 
 
+@pytest.mark.parametrize(("held_mib", "is_view"), [(1, True), (1.01, False)])
+def test_a_view_of_half_a_tensor_is_to_be_a_copy(held_mib: float, is_view: bool) -> None:
+    (finding,) = found(kept(4, LOSSES._replace(held_bytes=int(held_mib * MIB))))  # two of 1 MiB were seen
+    fix = finding.evidence[-1]
+    assert fix.source == LOSSES.source
+    assert (".clone()" in fix.text and "a view of 512.00 KiB" in fix.text) == is_view
+
+
 def test_what_has_a_reset_is_to_be_reset() -> None:
     (finding,) = found(kept(4, LOSSES._replace(has_reset=True)))
     assert finding.evidence[-1].text.startswith("fix at x/train.py:9: call reset() at the end of each epoch, or keep")
