@@ -285,8 +285,10 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         # What takes away the cause itself comes first, however little that is.
         own = {s.text for cause in list_causes(document) if cause.is_decisive for s in cause.suggestions}
         worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most or one.text in own]
-        if is_end:  # the next allocations fail instead
+        if is_end:  # where room is only just made, the next allocations fail instead
             worth = [one for one in worth if not _only_makes_room(document, one)] or worth
+            usable_bytes = document.device.usable_bytes or 0
+            worth = [one for one in worth if one.required_bytes <= usable_bytes] or worth
         best = sorted(worth, key=lambda one: (one.text not in own, _comes_last(document, one)))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None

@@ -145,6 +145,7 @@ def test_suggestions_come_by_their_cost_unless_they_save_little(
 
 
 ROOM, OTHER = suggest("room", 50, fix="expandable-segments"), suggest("other", 20)
+FULL, TIGHT = (dataclasses.replace(OTHER, text="room", required_bytes=num_mib * MIB) for num_mib in (81, 80))  # of 80
 
 
 @pytest.mark.parametrize(
@@ -153,10 +154,14 @@ ROOM, OTHER = suggest("room", 50, fix="expandable-segments"), suggest("other", 2
         ("refused", [ROOM, OTHER], False, ["other"]),  # the next allocations fail instead
         ("exit", [ROOM, OTHER], False, ["other", "room"]),
         ("refused", [ROOM], False, ["room"]),
+        ("refused", [FULL, OTHER], False, ["other"]),
+        ("refused", [TIGHT, OTHER], False, ["room", "other"]),
+        ("refused", [FULL], False, ["room"]),
+        ("exit", [FULL, OTHER], False, ["room", "other"]),
         ("refused", [ROOM, OTHER], True, ["room", "other"]),
     ],
 )
-def test_room_in_free_pieces_is_no_way_out_where_memory_ended_the_run(
+def test_room_that_is_just_made_is_no_way_out_where_memory_ended_the_run(
     ended: str, suggestions: list[Suggestion], is_in_pieces: bool, order: list[str]
 ) -> None:
     b = TraceBuilder()
