@@ -54,13 +54,13 @@ def find(context: Context) -> list[Finding]:
     storage, usual = trace.storages[found.storage], trace.storages[found.usual]
     line = trace.source_line(storage)
     title = (
-        f"The batch of step {found.step} is {format_shape(storage.shape)} ({file_and_line(line)}), that of the median "
-        f"step {format_shape(usual.shape)}; {'steps with no larger batch' if is_cut else 'the other steps'} allocate "
-        f"at most {format_bytes(other_bytes)}"
+        f"The batch of step {found.step} is {format_shape(storage.shape)} ({file_and_line(line)}), the median one "
+        f"{format_shape(usual.shape)}; {'steps up to that' if is_cut else 'the other steps'} allocate at most "
+        f"{format_bytes(other_bytes)}"
     )
-    limit = "rows or the size of its images" if len(storage.shape) > 3 else "rows or length (truncate, sort by length)"
+    what = "the size of the images" if len(storage.shape) > 3 else "the length (drop, cut or split long samples)"
     evidence: list[Evidence] = [
-        fix_at(line, f"limit a batch's {limit}, or divide this one into several"),
+        fix_at(line, f"use a smaller batch size, or limit {what}"),
         tensor_evidence(trace, found.storage, f"step {found.step}: {format_shape(storage.shape)} {storage.dtype}"),
         tensor_evidence(trace, found.usual, f"the median step: {format_shape(usual.shape)} {usual.dtype}"),
     ]
@@ -110,8 +110,8 @@ def _find_growing(context: Context) -> Finding | None:
         f"({file_and_line(line)}); step {min(by_step)} allocates at most {format_bytes(first_bytes)}"
     )
     fix = (
-        "give each step only its own rows: slice data[begin:end], not data[:end], or empty the list that they are taken "
-        "from after each"
+        "give each step only its own rows: slice data[begin:end], not data[:end], or empty the list that they are "
+        "taken from after each"
     )
     evidence = (
         fix_at(line, fix),

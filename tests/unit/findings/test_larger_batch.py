@@ -39,8 +39,8 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), that of the median step [20 x {ROW}]; the other steps "
-        "allocate at most 80.00 MiB"
+        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), the median one [20 x {ROW}]; the other steps allocate at "
+        "most 80.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
     assert finding.evidence[0].text.startswith("fix at x/train.py:4: ") and finding.evidence[0].source == LINE
@@ -147,4 +147,4 @@ def test_lengths_that_grow_until_memory_runs_out(last: int, *, is_told: bool) ->
     assert (finding is not None) == is_told
     if finding is not None:
         assert finding.is_decisive
-        assert finding.title.endswith("steps with no larger batch allocate at most 300.00 MiB")
+        assert finding.title.endswith("steps up to that allocate at most 300.00 MiB")
