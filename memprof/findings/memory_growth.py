@@ -363,7 +363,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
 def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:
     kept_by, bytes_per_step = format_holders(*holders, word=word), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
-        return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
+        return f"The graph of every step stays alive{kept_by}: in host memory, with no tensors on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step"
     largest = max(leaks, key=lambda leak: leak.bytes_each)
     kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each >= bytes_per_step else ""

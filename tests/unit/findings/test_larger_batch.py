@@ -39,8 +39,8 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), the median one [20 x {ROW}]; the other steps allocate at "
-        "most 80.00 MiB"
+        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), the median one [20 x {ROW}]; the other steps "
+        "allocate at most 80.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
     assert finding.evidence[0].text.startswith("fix at x/train.py:4: ") and finding.evidence[0].source == LINE
@@ -89,7 +89,7 @@ def test_the_batches_of_a_spec_are_as_it_says() -> None:
     assert not find(steps([20, 20, 120, 20]).context(None, spec=TargetSpec(model="gpt2")))
 
 
-@pytest.mark.parametrize(("row", "word"), [((1, 512, 512), "size of its images"), ((512, 512), "length")])
+@pytest.mark.parametrize(("row", "word"), [((1, 512, 512), "size of the images"), ((512, 512), "length")])
 def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) -> None:
     finding = found(steps([20, 20, 120, 20], row=row))
     assert finding is not None and word in finding.evidence[0].text
