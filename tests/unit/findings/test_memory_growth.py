@@ -151,7 +151,7 @@ def test_a_running_sum_keeps_graphs_and_nothing_on_the_gpu() -> None:
     b.trace.holders.append(LOSSES._replace(kind="", name="total", nodes=60, node_steps=3))
     (finding,) = found(b)
     assert finding.num_bytes is None and finding.severity is Severity.NOTE
-    assert "variable `total`" in finding.title and "nothing on the GPU" in finding.title
+    assert "variable `total`" in finding.title and "no tensors on the GPU" in finding.title
 
 
 @pytest.mark.parametrize("node_steps", [1, 2])
