@@ -12,6 +12,7 @@ from memprof.findings import growth
 from memprof.findings.calls import find_call_loops, new_storages
 from memprof.findings.edits import EditKind, make_holder_edit
 from memprof.findings.effect import compute_needs_of, effect_evidence, has_host_memory, is_decisive, name_other_place
+from memprof.findings.evaluation_with_gradients import find_covered_storages
 from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.ledger.categories import Category
@@ -24,8 +25,6 @@ MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 WARNING_BYTES = 1 << 20  # per call: less is only a note
 
 MAX_NAMES = 2  # of what keeps tensors, in the breakdown
-
-MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
 
 TRAINER = "transformers/trainer"  # in the paths of its Trainer
 _MOVING = "aten._to_copy"
@@ -103,6 +102,7 @@ def _find_kept(context: Context) -> list[tuple[list[Forward], dict[Holder | None
             for index in caches
             if growth.make_key(trace, index) in held and _is_unused_later(context, index, loop)
         ]
+        candidates = [index for index in candidates if index not in find_covered_storages(context)]
         groups = growth.by_holder(trace, growth.find_leaks(context, candidates, [forward.end - 1 for forward in loop]))
         reported_keys = {growth.holder_key(holder) for holder in growth.find_step_leaks(context)} if groups else set()
         reported = {
@@ -184,13 +184,10 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
     exhaustion = growth.exhaustion_evidence(context, per_call, "call")
     if exhaustion is not None:
         evidence.append(exhaustion)
-    needs = _compute_needs(context, kept_storages)
+    needs = _compute_needs(context, kept_storages, max(one.loop[-1].end for one in alike))
     if needs is not None:
         evidence.append(effect_evidence(context, needs, name_other_place(context)))
-    of_metric = trace.trains and not is_inside
-    evidence += dict.fromkeys(
-        _make_fix_evidence(context, holder, leaks, of_metric) for holder, leaks in holders.items()
-    )
+    evidence += dict.fromkeys(_make_fix_evidence(context, holder, leaks) for holder, leaks in holders.items())
     if is_inside and loop[-1].training:
         source = trace.source_at(loop[-1].source)
         text = (
@@ -219,48 +216,43 @@ def _name_holders(holders: Iterable[Holder | None]) -> str:
     return " and ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
-def _compute_needs(context: Context, kept: set[int]) -> MemoryNeeds | None:
-    """Return what a run that does not fit needs with `kept` in host memory, and the failed allocation too if the same
-    line makes that; None for others."""
+def _compute_needs(context: Context, kept: set[int], end: int) -> MemoryNeeds | None:
+    """Return what a run that does not fit needs with `kept` in host memory, and with what is made of them: the failed
+    allocation if the same line makes that, and, if no model is called after the event `end` of the last call, all that
+    is made from there on. None for others."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
     if oom is None:
         return None
     made = {(trace.storages[index].source, trace.storages[index].op) for index in kept}
     failed = trace.storages[oom.storage]
-    away = kept | {oom.storage} if (failed.source, failed.op) in made else kept
+    away = kept | {oom.storage} if (failed.source, failed.op) in made else set(kept)
+    if trace.ended_out_of_memory and all(call.begin < end for call in trace.list_calls()):
+        away.update(new_storages(context, end, len(trace.events)), [oom.storage])
     return compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
 
 
-def _make_fix_evidence(
-    context: Context, holder: Holder | None, leaks: list[growth.LeakGroup], of_metric: bool
-) -> Evidence:
-    """Return the change of what `holder` keeps; `of_metric`: outputs of a model that is trained, as a metric reads."""
+def _make_fix_evidence(context: Context, holder: Holder | None, leaks: list[growth.LeakGroup]) -> Evidence:
+    """Return the change of what `holder` keeps."""
     trace = context.ledger.trace
     lines = [None if holder is None else holder.source]
     lines += [trace.source_line(trace.storages[leak.storages[-1]]) for leak in leaks]
     if any(line is not None and TRAINER in line.replace("\\", "/") for line in lines):
         return Evidence(
-            "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs "
-            "(such as the argmax, which is then not taken again there)"
+            "fix: give the Trainer preprocess_logits_for_metrics, to keep of the logits what compute_metrics needs (as "
+            "their argmax or top k, not taken again there), or set eval_accumulation_steps, which moves the outputs to "
+            "host memory after every so many batches"
         )
     if any(context.ledger.categories[leak.storages[-1]] is Category.KV_CACHE for leak in leaks):
         return growth.holder_fix_evidence(
             holder, "drop the KV cache of each call when its request is over, and keep its tokens"
         )
-    if holder is not None and holder.held_bytes is not None:
-        whole_bytes = sum(trace.storages[index].num_bytes for index in holder.storages)
-        if holder.held_bytes <= MAX_VIEW_SHARE * whole_bytes:
-            each, whole = (format_bytes(size // len(holder.storages)) for size in (holder.held_bytes, whole_bytes))
-            return growth.holder_fix_evidence(
-                holder,
-                f"keep .clone() or .cpu() of it: a view of {each} is kept, which keeps the whole tensor of {whole}",
-            )
+    if (view := growth.describe_view(trace, holder)) is not None:
+        return growth.holder_fix_evidence(holder, f"keep .clone() or .cpu() of it: {view}")
     if all(trace.op(trace.storages[leak.storages[-1]]) == _MOVING for leak in leaks):
         return growth.holder_fix_evidence(holder, "keep it in host memory: .cpu(), or what it was before it was moved")
     on_host = " in host memory (.cpu())" if has_host_memory(context) else ""
-    needed = "what the metric needs of it (such as its argmax)" if of_metric else "what is needed of it later"
     made_at = trace.find_own_line(max(leaks, key=lambda leak: leak.bytes_each).storages[-1]) if holder else None
-    fix = f"keep of each batch only {needed},{on_host}".removesuffix(",")
+    fix = f"keep of each batch only what is needed of it later,{on_host}".removesuffix(",")
     if on_host and made_at is not None and holder is not None and not holder.fills:  # as what a metric is given
         fix = "move this to host memory (.cpu()): it is kept of each batch"
     return growth.holder_fix_evidence(holder, fix, made_at)

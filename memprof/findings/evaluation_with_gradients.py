@@ -39,7 +39,11 @@ def find(context: Context) -> list[Finding]:
     and all tensors saved by the call were freed before the next backward pass began (or the program ended without one
     after at least two such calls, or, where its code does not train, one).
     """
-    return [_make_finding(context, kept) for kept in _find_kept_graphs(context)]
+    found = _find_kept_graphs(context)
+    by_line: dict[int, list[int]] = {}  # one line may call several modules: its change is for all of them
+    for kept in found:
+        by_line.setdefault(kept.source, []).extend(kept.saved)
+    return [_make_finding(context, kept, by_line[kept.source]) for kept in found]
 
 
 def find_covered_storages(context: Context) -> frozenset[int]:
@@ -55,6 +59,11 @@ class _KeptGraphs(NamedTuple):
     num_bytes: int  # the peak of these
     groups: dict[Holder | None, list[LeakGroup]]  # what accumulates over the calls of the longest loop
     storages: frozenset[int]  # what the calls have saved, and what accumulates
+
+    @property
+    def source(self) -> int:
+        """Return the line of the calls: that of the first."""
+        return self.loops[0][0].source
 
 
 @cache_per_context
@@ -174,7 +183,7 @@ def _find_function(trace: Trace, source: int) -> tuple[str, str] | None:
     return None if line is None else (_split_source(line)[0], _split_source(line)[2])
 
 
-def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
+def _make_finding(context: Context, kept: _KeptGraphs, saved_at_line: list[int]) -> Finding:
     trace, num_bytes, groups = context.ledger.trace, kept.num_bytes, kept.groups
     calls = [forward for loop in kept.loops for forward in loop]
     name = trace.modules[calls[0].module].class_name
@@ -187,10 +196,12 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     saves = "saves" if len(calls) == 1 else "save"
     unused = _find_unused_no_grad(trace, source)
     why = "" if unused is None else f" (it does nothing at {file_and_line(unused)} without `with`)"
+    num_live = _count_live(context, calls, kept.saved)
+    of_all = "" if num_live in (1, len(calls)) else f"{num_live:,} of "
+    together = "" if len(calls) == 1 else " each" if num_live == 1 else " together"
     title = (
-        f"No torch.no_grad(){why}: {plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
-        f"{format_bytes(num_bytes)} of activations{' together' * (len(calls) > 1)}, and no backward uses them"
-        f"{format_holders(*groups)}"
+        f"No torch.no_grad(){why}: {of_all}{plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
+        f"{format_bytes(num_bytes)} of activations{together}, and no backward uses them{format_holders(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
@@ -199,7 +210,7 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
     evidence += _make_growth_evidence(context, max(kept.loops, key=len), groups)
     needs = None
     if context.ledger.trace.last_uses and not context.ledger.run.fits:
-        needs = compute_needs_without(context, kept.saved)
+        needs = compute_needs_without(context, saved_at_line)
         evidence.append(effect_evidence(context, needs))
     if unused is not None:
         how = "put the calls under `with torch.no_grad():`; without `with` it does nothing"
@@ -223,8 +234,14 @@ def _make_finding(context: Context, kept: _KeptGraphs) -> Finding:
         (),
         is_decisive=decides,
         edit=edit,
-        culprit=Culprit(f"activations of {plural(len(calls), 'call')}", frozenset(kept.saved)),
+        culprit=Culprit(f"activations of {plural(num_live, 'call')}", frozenset(kept.saved)),
     )
+
+
+def _count_live(context: Context, calls: list[Forward], saved: list[int]) -> int:
+    """Return the calls of which something is among the `saved` tensors where these have the most bytes."""
+    births = sorted(context.lifetimes.births[index] for index in context.lifetimes.find_max_live(saved).storages)
+    return sum(bisect.bisect_left(births, one.begin) < bisect.bisect_left(births, one.end) for one in calls)
 
 
 def _find_unused_no_grad(trace: Trace, source: str | None) -> str | None:

@@ -43,6 +43,8 @@ MAX_NAMED_ITEMS = 2  # of one container: more are named together
 # does not rise in each iteration: two may be steps of several optimizers that take turns.
 MIN_RISES = 3
 
+MAX_VIEW_SHARE = 0.5  # of the bytes of the storages: a holder of tensors with less holds views
+
 MAX_ITERATIONS = 10_000_000  # runs are shorter: with room for more iterations, the GPU is not filled
 
 CONTAINERS = ("dict", "OrderedDict", "defaultdict", "list", "set", "deque")  # kinds of holders
@@ -367,6 +369,17 @@ def holder_fix_evidence(holder: Holder | None, fix: str, made_at: str | None = N
     line = holder.source if holder is not None and holder.fills else made_at
     location = "" if line is None else f" at {file_and_line(line)}"
     return Evidence(f"fix{location}: {fix}", source=line)
+
+
+def describe_view(trace: Trace, holder: Holder | None) -> str | None:
+    """Return words on the views that `holder` keeps, which keep whole tensors; None if it keeps none of these."""
+    if holder is None or holder.held_bytes is None or not holder.storages:
+        return None
+    whole_bytes = sum(trace.storages[index].num_bytes for index in holder.storages)
+    if holder.held_bytes > MAX_VIEW_SHARE * whole_bytes:
+        return None
+    each, whole = (format_bytes(size // len(holder.storages)) for size in (holder.held_bytes, whole_bytes))
+    return f"a view of {each} is kept, which keeps the whole tensor of {whole}"
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:

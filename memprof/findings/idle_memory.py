@@ -219,6 +219,9 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     trace, deaths = context.ledger.trace, context.lifetimes.deaths
     parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
     num_models = _count_models(context, parameters)
+    if num_models <= 1 and replaced:  # what was read later, when it was looked for, is of the earlier model too
+        models = sorted(replaced)
+        parameters = [index for index in models if trace.owners[index].role is Role.PARAMETER]
     last_use = max((trace.last_uses[index] for index in parameters), default=0)
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     holder = find_idle_holder(trace, parameters)
@@ -234,7 +237,6 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
             return [_Group(what, fix, source, list(models), is_model=True)]
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
-        models = sorted(replaced)
         what = "an earlier model"
     elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
         what = "a model that is no longer used"
@@ -372,7 +374,8 @@ def _make_snapshot_group(trace: Trace, holder: Holder | None, storages: list[int
     line = find_own_line(trace, storages[0])
     by = f"made at {file_and_line(line)}" if holder is None else f"in {_format_holder(holder)}"
     fix = "keep this copy in host memory (.cpu() of each tensor) or in a file, until it is needed"
-    return _Group(f"a copy of the model's state {by}", fix, line, storages, is_snapshot=True)
+    what = "a copy of the model's state"
+    return _Group(f"{what} {by}", fix, line, storages, is_snapshot=True, name=what)
 
 
 def _make_holder_group(trace: Trace, holder: Holder, storages: list[int]) -> _Group:

@@ -17,8 +17,15 @@ from memprof.findings.effect import (
     name_other_place,
 )
 from memprof.findings.evidence import file_and_line, percent, tensors_evidence
-from memprof.findings.finding import Context, Finding, Severity, rule
-from memprof.findings.growth import Key, format_holders, holder_evidence, holder_fix_evidence, make_key
+from memprof.findings.finding import Context, Culprit, Finding, Severity, rule
+from memprof.findings.growth import (
+    Key,
+    describe_holder,
+    format_holders,
+    holder_evidence,
+    holder_fix_evidence,
+    make_key,
+)
 from memprof.findings.idle_storages import find_phase
 from memprof.ledger.what_if import resize
 from memprof.trace.events import NONE, Holder, Role
@@ -62,7 +69,7 @@ def find(context: Context) -> list[Finding]:
         f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
     )
     place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
-    fix = f"keep data {place}, and move each batch to the GPU in its step, one or two ahead at most"
+    fix = f"keep the data {place}, and move each batch to the GPU in its step"
     if has_host_memory(context) and trace.op(trace.storages[members[0]]) == "torch.load":
         fix = 'load it with map_location="cpu"'
     fixing = holder_fix_evidence(holder, fix)
@@ -77,7 +84,12 @@ def find(context: Context) -> list[Finding]:
     )
     edit = make_holder_edit(trace, holder, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     severity = Severity.NOTE if context.ledger.run.fits else Severity.WARNING
-    return [Finding("loaded-ahead", severity, title, num_bytes, evidence, (), is_decisive=decides, edit=edit)]
+    culprit = Culprit(f"tensors of {line}" if holder is None else describe_holder(holder), frozenset(members))
+    return [
+        Finding(
+            "loaded-ahead", severity, title, num_bytes, evidence, (), is_decisive=decides, edit=edit, culprit=culprit
+        )
+    ]
 
 
 def _are_used_in_turn(context: Context, members: list[int]) -> bool:

@@ -57,10 +57,8 @@ def find(context: Context) -> list[Finding]:
     loss_line = next((evidence.find_own_line(trace, index) for index in losses), line)
     loss = "" if loss_line == line else f", with a log_softmax at {evidence.file_and_line(loss_line)}"
     place = "" if context.spec is not None else f", made at {evidence.file_and_line(line)}{loss}"
-    title = (
-        f"Logits: {_name_kinds(trace, most.storages)} of {shape_text}{place}, "
-        f"{format_bytes(most.num_bytes)} live at once ({comparison})"
-    )
+    kinds = _name_kinds(trace, most.storages)
+    title = f"Logits: {format_bytes(most.num_bytes)} live at once ({comparison}): {kinds} of {shape_text}{place}"
     rest = ledger.peak_bytes - at_peak.num_bytes
     count_text = evidence.plural(len(at_peak.storages), "logits tensor")
     summary = Evidence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from memprof.allocator import MemoryNeeds
 from memprof.findings.edits import EditKind, make_carried_edit, make_holder_edit
@@ -24,6 +25,7 @@ from memprof.findings.growth import (
     LeakGroup,
     describe_holder,
     describe_tensor,
+    describe_view,
     find_holder_keys,
     find_step_leaks,
     format_holders,
@@ -137,7 +139,7 @@ def _make_finding(
     elif carried and kept < MIN_STEP_BYTES:
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
     else:
-        evidence += [_make_fix_evidence(one, kept) for one in (holder, *others)]
+        evidence += [_make_fix_evidence(trace, one, kept) for one in (holder, *others)]
     edit = None
     if carried and kept < MIN_STEP_BYTES and not is_emptied:
         edit = make_carried_edit(carried)
@@ -273,10 +275,16 @@ def _make_finding_until_peak(
         evidence.append(holder_evidence(None))
     evidence += leak_evidence(context.ledger.trace, leaks, growth.unit)
     edit = None
+    in_vain = find_graphs_in_vain(context) if growth.unit == CALL else None
+    are_parts = in_vain is None or not _are_mostly(context, leaks, in_vain.frees)
     if needs is not None:
-        evidence.append(effect_evidence(context, needs, change))
+        effect = effect_evidence(context, needs, change)
+        # Calls whose gradients are differentiated need each other: how many make a part is not known.
+        evidence.append(effect if are_parts else replace(effect, required_bytes=None))
     if growth.unit == CALL:
         evidence.append(_make_backward_evidence(context, holder, storages))
+        if in_vain is not None and not are_parts:
+            evidence.append(Evidence(f"fix: {in_vain.change} (a first-order approximation)", source=in_vain.source))
         if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
             evidence.append(Evidence("fix: if no backward() follows these calls, put them under torch.no_grad()"))
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
@@ -295,7 +303,7 @@ def _make_finding_until_peak(
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, when)))
         edit = make_carried_edit(carried)
     else:
-        evidence.append(_make_fix_evidence(holder, per_round, growth.unit))
+        evidence.append(_make_fix_evidence(context.ledger.trace, holder, per_round, growth.unit))
         edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     culprit, graphs = _name_culprit(holder, leaks), ""
     if growth.unit == CALL:
@@ -346,7 +354,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
     sources = [source for source, num_bytes in sizes.items() if num_bytes >= _MIN_CALL_SHARE * sizes.total()]
     # A round is several calls, such as the inner steps of a task and what is asked of it then.
     if (holder is not None and holder.fills) or len(sources) > 1:
-        fix = "call backward() for each part (task, chunk) and not once for the sum, if they do not need each other"
+        fix = "call backward() for each part's loss (task, chunk), not once for their sum, if no part needs another"
         return holder_fix_evidence(holder, fix)
     source = trace.source_at(sources[0])
     return Evidence(f"fix: make fewer calls at {file_and_line(source)} before each backward()", source=source)
@@ -355,7 +363,7 @@ def _make_backward_evidence(context: Context, holder: Holder | None, storages: l
 def _format_title(trace: Trace, holders: Sequence[Holder | None], leaks: list[LeakGroup], *, word: str) -> str:
     kept_by, bytes_per_step = format_holders(*holders, word=word), sum(leak.bytes_each for leak in leaks)
     if not bytes_per_step:
-        return f"The graph of every step stays alive{kept_by}: it takes host memory, and nothing on the GPU"
+        return f"The graph of every step stays alive{kept_by}: in host memory, with no tensors on the GPU"
     growth_text = f"Memory grows by {format_bytes(bytes_per_step)} a step"
     largest = max(leaks, key=lambda leak: leak.bytes_each)
     kind = f", mostly {describe_tensor(trace, largest)}" if 2 * largest.bytes_each >= bytes_per_step else ""
@@ -389,12 +397,14 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
     )
 
 
-def _make_fix_evidence(holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
+def _make_fix_evidence(trace: Trace, holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
+    elif kept_bytes >= MIN_STEP_BYTES and (view := describe_view(trace, holder)) is not None:
+        fix = f"keep .detach().clone() or .detach().cpu() of it: {view}"
     elif kept_bytes >= MIN_STEP_BYTES:
-        fix = f"keep it in host memory (.detach().cpu()), or drop what is not needed of each {unit}"
+        fix = f"keep the tensors of each {unit} in host memory (.detach().cpu()), or drop those that are not needed"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)

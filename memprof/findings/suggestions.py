@@ -278,8 +278,11 @@ def _evaluate(context: Context, proposal: Proposal, fix: str | None) -> Suggesti
         return None  # the run takes no more where its cache is released in vain
     before, context_bytes = run.least_reserved_bytes, 0 if run.gpu is None else run.gpu.context_bytes
     text = f"{proposal.change or _describe_fix(context, fix or '')}: "
+    has_computed = any(phase.kind.computes for _, phase in context.phases)
     if releases_cache:  # it would reserve more than the GPU has
         text += f"{'this allocation ' * trace.ended_out_of_memory}fits, with allocator retries"
+    elif trace.ended_out_of_memory and fits and not has_computed:  # what is computed needs more than its data
+        text += "this allocation fits"
     else:
         at_least = " at least" * trace.ended_out_of_memory  # what comes after the failed allocation was not run
         text += f"needs{at_least} {format_bytes(required + context_bytes)}"

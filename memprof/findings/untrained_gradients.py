@@ -8,8 +8,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.effect import compute_needs_of, format_reserved, is_decisive
-from memprof.findings.evidence import file_and_line, percent, plural, tensors_evidence
+from memprof.findings.effect import compute_needs_of, effect_evidence, is_decisive
+from memprof.findings.evidence import file_and_line, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.idle_storages import find_phase
 from memprof.findings.lifetimes import Saving
@@ -63,23 +63,16 @@ def find(context: Context) -> list[Finding]:
     needs = compute_needs_of(context, changed)
     decides = is_decisive(context, needs)
     num_parameters = len(max_live.storages)
-    gets, them = ("gets a gradient", "it") if num_parameters == 1 else ("get gradients", "them")
+    gets = "gets a gradient" if num_parameters == 1 else "get gradients"
     fate = "that are set to None before their optimizer makes a step" if discarded else "that no optimizer uses"
-    what = (
-        f"{plural(num_parameters, 'parameter')}{name} {gets} {fate} ({format_bytes(max_live.num_bytes)}): without "
-        f"{them}, and what autograd saves for {them} alone,"
-    )
+    title = f"{plural(num_parameters, 'parameter')}{name} {gets} {fate}: {format_bytes(max_live.num_bytes)}"
     if is_early and call is not None:
         what = f"{trace.modules[call.module].class_name} is called in eval mode at {line}, with gradients, and no"
         if copied is not None and not in_eval_mode:
             source = copied.source
             line = file_and_line(source)
             what = f"{copied.name}, which is made as {copied.original} is, is called at {line} with gradients, and no"
-        what = (
-            f"{what} optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward; "
-            "without these"
-        )
-    title = f"{what} the peak is {percent(num_bytes, context.ledger.peak_bytes)} ({format_bytes(num_bytes)}) lower"
+        title = f"{what} optimizer has its parameters: {format_bytes(max_saved.num_bytes)} are saved for a backward"
     fix, edit = f"call requires_grad_(False) on {_name_parameters(context, gradients)}", None
     if call is not None and source is not None and (copied is not None or _leads_to_none(context, call)):
         fix, edit = f"call it under torch.no_grad() at {line}, or {fix}", Edit(EditKind.NO_GRADIENTS, source)
@@ -95,7 +88,7 @@ def find(context: Context) -> list[Finding]:
         fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
     lines = (
         Evidence(fix, source=None if edit is None else source),
-        Evidence(f"the run {format_reserved(needs, context.ledger.run.required_reserved_bytes)}", num_bytes=num_bytes),
+        effect_evidence(context, needs, "without these gradients, and what autograd saves for them alone"),
         *tensors_evidence(context, gradients, max_live.event, lambda index: "gradient")[:_MOST_SHOWN],
         *tensors_evidence(context, saved, max_saved.event, lambda index: "saved")[:_MOST_SHOWN],
     )

@@ -384,10 +384,11 @@ class VmapCall(NamedTuple):
 
 
 class BatchLoader(NamedTuple):
-    """A DataLoader that the program iterates over."""
+    """A DataLoader that the program iterates over, from when it yields after another one did."""
 
     batch_size: int
     source: int  # index in Trace.sources: the program's own line that made it, or else a library's
+    event: int = 0  # events before; older captures have none
 
 
 class GraphBackward(NamedTuple):

@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import gc
 import inspect
+import re
 import traceback
 import types
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from memprof.watch.cycles import find_cycle
 from memprof.watch.frames import read_local_variables
 from memprof.watch.graph import collect_nodes, find_node
 from memprof.watch.named_holders import NamedHolder, find_named_holders
-from memprof.watch.piled_hooks import find_piled_hook, find_registering_line
+from memprof.watch.piled_hooks import PiledHook, find_piled_hook, find_registering_line
 from memprof.watch.program_code import is_program, is_program_class
 from memprof.watch.reachability import list_unreachable
 from memprof.watch.recorder import Recorder
@@ -41,6 +42,8 @@ from memprof.watch.variables import HolderName, ProgramVariables
 MIN_PART_FRACTION = 0.9  # a part with this fraction of an object's bytes is reported instead of the object
 
 MAX_NODES = 200_000  # autograd nodes that are counted
+
+_CONTAINERS = (list, dict, set, deque)
 
 _MAX_SUM_NODES = 2_000  # nearest nodes of a sum's graph that are checked; they include the sums of several steps
 # AccumulateGrad nodes have larger sequence numbers than all other nodes, because the engine runs them first.
@@ -90,7 +93,7 @@ class HolderSearch:
         """Return the holders of the storages in `targets`, largest first. `targets` maps storage index -> group key.
 
         A holder is the innermost object with nearly all the bytes, or the `outermost`: the trainer, not its model.
-        A holder must keep most of the older storages of a group, because the newest ones are in local variables too.
+        A holder must keep most bytes of a group's older storages: the newest ones are in local variables too.
         A holder that is itself a tensor must keep all of them, as in `all = torch.cat([all, out])`.
         """
         with torch.DisableTorchFunction():
@@ -106,6 +109,7 @@ class HolderSearch:
             indices_by_key: dict[object, list[int]] = defaultdict(list)
             for index, key in sorted(targets.items()):
                 indices_by_key[key].append(index)
+            sizes = {index: all_storages[index].num_bytes for index in targets}
 
             def find_keys(holder: NamedHolder) -> set[object]:
                 storages = {tensors[t][1] for t in holder.tensors}
@@ -113,7 +117,7 @@ class HolderSearch:
                 return {
                     key
                     for key, members in indices_by_key.items()
-                    if _includes_counterparts(storages, members, all_required=is_tensor)
+                    if _includes_counterparts(storages, members, sizes, all_required=is_tensor)
                 }
 
             explained: set[object] = set()
@@ -186,6 +190,10 @@ class HolderSearch:
         begins = self._step_begins if rounds_begins is None else rounds_begins
         with torch.DisableTorchFunction():
             variables = ProgramVariables(self._recorder)
+            max_nodes = _MAX_SUM_NODES
+            if rounds_begins is not None:  # many of them, and looked for once
+                with_graph = sum(find_node(value) is not None for _, value in variables.tensors)
+                max_nodes = max(max_nodes, MAX_NODES // max(with_graph, 1))
             sums: dict[Any, tuple[NamedHolder, list[Any]]] = {}
             for name, value in variables.tensors:
                 node = find_node(value)
@@ -194,7 +202,7 @@ class HolderSearch:
                 if node in sums:
                     sums[node][0].names.append(name)
                     continue
-                nodes = collect_nodes([value], _MAX_SUM_NODES)
+                nodes = collect_nodes([value], max_nodes)
                 rounds = self._find_steps(nodes) if rounds_begins is None else _find_rounds(nodes, rounds_begins)
                 # The graph of a sum that is updated after the optimizer's step does not include the last step.
                 if min(rounds, default=2) == 1 and len(rounds) >= max(len(begins) - 1, 2):
@@ -246,6 +254,8 @@ class HolderSearch:
         # A caller of a function has the objects that it passes: only there they can be let go.
         own = next((name for name in names if not name.is_parameter), names[0])
         name, line = next(((name, line) for name, line in lines if line is not None), (own, None))
+        if line is None and isinstance(value, _CONTAINERS):
+            line = _find_line_of_parameter(name, variables)
         holder_source = line
         if is_cached := isinstance(value, functools._lru_cache_wrapper):
             holder_source, name = format_code_line(inspect.unwrap(value).__code__), HolderName(value.__name__, None)
@@ -270,11 +280,11 @@ class HolderSearch:
             held_bytes=self._sum_held_bytes(roots) if roots else None,
             length=None if limit is None else value.cache_info().currsize if is_cached else len(value),
         )
-        hook = find_piled_hook(value) if isinstance(value, nn.Module) else None
+        hook = _find_hook(value, name)
         if hook is None:
             return holder
         line = find_registering_line(hook, [*variables.codes, *variables.iterate_global_codes()])
-        return holder._replace(kind=HOOK_KIND, name=hook.co_qualname, source=line, fills=line is not None)
+        return holder._replace(kind=HOOK_KIND, name=hook.name, source=line, fills=line is not None)
 
     def _find_assigning_line(self, name: HolderName, storages: set[int], variables: ProgramVariables) -> str | None:
         """Return the line that assigns to the variable or attribute `name`: of several the one that made `storages`, or
@@ -306,6 +316,17 @@ class HolderSearch:
         return sum(min(held, storages[index].num_bytes) for index, held in num_bytes.items() if index != NONE)
 
 
+def _find_hook(value: object, name: HolderName) -> PiledHook | None:
+    """Return the hook that piles up on a part of a module, or, for the attribute of an object, which is that hook or
+    has it as a method, on any module; None if none does."""
+    if isinstance(value, nn.Module):
+        return find_piled_hook(value.modules())
+    if name.owner is None:
+        return None
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return find_piled_hook(modules, name.owner)
+
+
 def _has_reset(value: object, name: HolderName, variables: ProgramVariables) -> bool:
     """Return whether a container, or the object whose attribute it is, has a method `reset`, and the functions that
     are running call none."""
@@ -319,15 +340,18 @@ def _find_rounds(nodes: list[Any], begins: list[int]) -> set[int]:
     return {bisect.bisect_right(begins, n) for n in numbers if n < _MIN_ACCUMULATE_GRAD_NUMBER} - {0}
 
 
-def _includes_counterparts(storages: set[int], counterparts: list[int], *, all_required: bool) -> bool:
-    """Return whether `storages` include all `counterparts` if `all_required`, else most of the first (older) half."""
+def _includes_counterparts(
+    storages: set[int], counterparts: list[int], sizes: Mapping[int, int], *, all_required: bool
+) -> bool:
+    """Return whether `storages` include all `counterparts` if `all_required`, else most bytes of the first (older)
+    half: an operator may make small ones beside each, such as the means of a normalization."""
     if all_required:
         return storages.issuperset(counterparts)
     older = counterparts[: (len(counterparts) + 1) // 2]
-    return 2 * len(storages.intersection(older)) > len(older)
+    return 2 * sum(sizes[index] for index in storages.intersection(older)) > sum(sizes[index] for index in older)
 
 
-def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str | None:
+def _find_filling_line(name: HolderName, running_codes: list[CodeType], *, in_place: bool = False) -> str | None:
     """Return `file:line function` of the source line that fills the holder: in the function of a variable, in the class
     of an attribute; for globals and attributes also in `running_codes`. None if there is no such line."""
     qualified_name, bracket, keys = name.text.partition("[")
@@ -337,12 +361,31 @@ def _find_filling_line(name: HolderName, running_codes: list[CodeType]) -> str |
         codes = _list_method_codes(name.owner)
     if name.is_global or name.owner is not None:
         codes += running_codes
-    # Also search without the keys, since the program may use a variable as a key.
+    parts = re.findall(r"\[[^\]]*\]", bracket + keys)
+    # Also search without the last keys, since the program may use variables as keys.
     lines = (
-        find_fill_line(code, variable, is_attribute=name.owner is not None, keys=key_text)
-        for key_text in dict.fromkeys((bracket + keys, ""))
+        find_fill_line(
+            code,
+            variable,
+            is_attribute=name.owner is not None,
+            keys="".join(parts[:count]),
+            is_any_key=count < len(parts),
+            in_place=in_place,
+        )
+        for count in range(len(parts), -1, -1)
         for code in codes
     )
+    return next((line for line in lines if line is not None), None)
+
+
+def _find_line_of_parameter(name: HolderName, variables: ProgramVariables) -> str | None:
+    """Return `file:line function` of the line that fills the container in a variable, of the functions that its own one
+    calls and that have a parameter of the same name; None if there is none."""
+    if name.code is None or name.owner is not None:
+        return None
+    called = (code for code in variables.iterate_global_codes() if code.co_name in name.code.co_names)
+    parameters = (dataclasses.replace(name, code=code, is_global=False) for code in called)
+    lines = (_find_filling_line(one, [], in_place=True) for one in parameters if one.is_parameter)
     return next((line for line in lines if line is not None), None)
 
 

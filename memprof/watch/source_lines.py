@@ -72,24 +72,37 @@ def list_unused_no_grads(file: str) -> list[str]:
     return lines
 
 
-def find_fill_line(code: CodeType, variable: str, *, is_attribute: bool, keys: str = "") -> str | None:
+def find_fill_line(
+    code: CodeType,
+    variable: str,
+    *,
+    is_attribute: bool,
+    keys: str = "",
+    is_any_key: bool = False,
+    in_place: bool = False,
+) -> str | None:
     """Return `file:line function` of the first line of `code` that adds to `variable`; None if there is none.
 
     `code` is of a function or an entire module. `is_attribute`: whether `variable` is an attribute (`self.losses`).
-    `keys` are the keys of the inner container, such as `['train']['loss']`, which the line must include.
+    `keys` are the keys of the inner container, such as `['train']['loss']`, which the line must include; with
+    `is_any_key` one that the program computes may follow, and none that it writes out: that is another item's.
+    `in_place`: whether it is the object that has to change, and not only the variable.
     """
     name_regex = (r"\." if is_attribute else r"(?<![\w.])") + re.escape(variable)
-    name_regex += re.escape(keys).replace("'", "[\"']")
+    name_regex += re.escape(keys).replace("'", "[\"']") + (r"(?!\[[\"'])" if is_any_key else "")
     bounded_name_regex = rf"{name_regex}(?!\w)"
     assigned = rf"{name_regex}(?:\s*,\s*[\w.]+)*\s*(?::[^=]+)?=(?!=)"  # `h = `, `h, c = `, `h: Tensor = `
-    patterns = (
+    in_place_patterns = (
         rf"{name_regex}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
         rf"{name_regex}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
         rf"{name_regex}\s*(?:\+|\|)=",
+    )
+    assigning_patterns = (
         # A line that detaches the earlier value of a state is not the one that carries its graph on.
         rf"{assigned}(?!.*\.detach).*{bounded_name_regex}",
         rf"{assigned}.*{bounded_name_regex}",
     )
+    patterns = in_place_patterns if in_place else in_place_patterns + assigning_patterns
     others = set() if is_attribute else set(_iterate_lines_of_others(code, variable))
     return next((line for pattern in patterns if (line := find_line(code, pattern, others)) is not None), None)
 

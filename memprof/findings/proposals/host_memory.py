@@ -69,7 +69,8 @@ def propose_data(context: Context) -> Iterator[Proposal]:
         return
     storage = trace.storages[largest]
     where = f"{format_shape(storage.shape)} at {file_and_line(trace.source_line(storage))}"
-    change = f"keep {where} in host memory (.cpu()), and move the rows of each step to the GPU"
+    on_host = 'device="cpu"' if trace.op(storage) in _CREATING else ".cpu()"
+    change = f"keep {where} in host memory ({on_host}), and move the rows of each step to the GPU"
     if _is_made_of_less(context, largest):
         change = f"make the rows of one step at a time, when it needs them, instead of all of {where}"
     yield Proposal(resize(trace, dict.fromkeys(alike, 0)), change, source=trace.source_line(storage))

@@ -1,11 +1,13 @@
-"""Proposes sparse matrices for graphs: for a row of features for each edge, and for a dense matrix of all nodes."""
+"""Proposes sparse matrices for graphs: for a row of features for each edge, and for a dense matrix of all nodes; and
+parts of the pairs that are scored, whose indices look like a graph's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memprof.findings.evidence import file_and_line, format_shape
+from memprof.findings.evidence import file_and_line, find_call_at, format_shape, is_inference, is_peak_in_evaluation
 from memprof.findings.finding import Context
+from memprof.findings.proposals.batches import find_fitting_rows, resize_rows
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import resize
 from memprof.trace.events import PhaseKind, Trace
@@ -21,7 +23,8 @@ _INDEX_BYTES, _VALUE_BYTES = 16, 4  # of an edge in a sparse matrix: its row and
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change if rows of features that are gathered for all edges are the largest tensors at the peak.
 
-    Edges are recognized by their indices, int64 [2 x edges], as graph libraries have them.
+    Edges are recognized by their indices, int64 [2 x edges], as graph libraries have them. Pairs that are scored have
+    such indices too: they are scored in parts, where no gradients are needed.
     """
     trace, lifetimes = context.ledger.trace, context.lifetimes
     largest = trace.storages[lifetimes.find_largest_at_peak()]
@@ -32,9 +35,16 @@ def propose(context: Context) -> Iterator[Proposal]:
     gathered = next((i for i in messages if trace.op(trace.storages[i]) in GATHERS), None)
     if gathered is None:
         return
+    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
+    if not _are_put_together(context, gathered):
+        if is_inference(trace) or is_peak_in_evaluation(context):
+            of_pairs = [i for i, other in enumerate(trace.storages) if other.shape[:1] == (num_edges,)]
+            rows = find_fitting_rows(context, of_pairs, num_edges)
+            change = f"compute in chunks of {rows:,} of the {num_edges:,} pairs, one after another: {where}"
+            yield Proposal(resize_rows(trace, of_pairs, rows, num_edges), change, source=trace.source_line(largest))
+        return
     sizes = dict.fromkeys(messages, 0)
     sizes[gathered] = num_edges * (_INDEX_BYTES + _VALUE_BYTES)
-    where = f"{format_shape(largest.shape)} at {file_and_line(trace.source_line(largest))}"
     change = (
         f"multiply by the sparse matrix of the graph (torch.sparse.mm) instead of making messages of all edges {where}"
     )
@@ -67,6 +77,23 @@ def propose_adjacency(context: Context) -> Iterator[Proposal]:
         f"bincount) instead of a dense one: {format_shape(shape)} at {file_and_line(trace.source_line(first))}"
     )
     yield Proposal(resize(trace, dict.fromkeys(alike, sparse_bytes)), change)
+
+
+def _are_put_together(context: Context, gathered: int) -> bool:
+    """Return whether rows of features such as those of the storage `gathered` are put together for nodes: the last call
+    in which its line gathered rows has made a tensor of other rows after them, or there is none to tell, as that is the
+    one in which memory ran out."""
+    trace, births = context.ledger.trace, context.lifetimes.births
+    storage = trace.storages[gathered]
+    cut = find_call_at(trace, context.ledger.peak_event) if trace.ended_out_of_memory else None
+    for call in reversed([one for one in trace.list_calls() if one is not cut]):
+        made = [index for index in range(len(trace.storages)) if call.begin <= births[index] < call.end]
+        rows = [i for i in made if (trace.storages[i].source, trace.storages[i].op) == (storage.source, storage.op)]
+        if rows:
+            num_rows = trace.storages[rows[-1]].shape[0]
+            others = (trace.storages[index].shape for index in made if index > rows[-1])
+            return any(len(shape) > 1 and shape[0] != num_rows for shape in others)
+    return True
 
 
 def _list_edge_counts(trace: Trace, storages: frozenset[int]) -> set[int]:

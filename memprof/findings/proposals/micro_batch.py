@@ -22,7 +22,7 @@ from memprof.findings.proposals.messages import MIN_NODES
 from memprof.findings.proposals.pairs import find_chunks
 from memprof.findings.suggestions import Proposal, proposes
 from memprof.ledger.what_if import edit_events
-from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Role, Trace, is_own_source
+from memprof.trace.events import NONE, BatchLoader, Event, EventKind, PhaseKind, Role, Trace, is_own_source
 
 # Where tensors with a row for each sample are made. The samples themselves may be on the GPU all at once.
 _EVALUATING = (PhaseKind.DECODE, PhaseKind.EVALUATION)
@@ -70,19 +70,24 @@ def _accumulate(context: Context, batch_size: int, rows: int, changed: Trace) ->
 
 
 def _find_loader_line(context: Context, batch_size: int) -> tuple[str | None, str]:
-    """Return the own line that makes the data loader with this batch size that was iterated over last, and it as text,
-    or the name of the setting, which the Trainer of transformers has; else (None, ""). A run of a model by name has
-    the loaders of memprof's own workload."""
+    """Return the own line that makes the data loader with this batch size that yielded last before the peak, and it as
+    text, or the name of the setting, which the Trainer of transformers has; else (None, ""). A run of a model by name
+    has the loaders of memprof's own workload."""
     trace = context.ledger.trace
     if context.spec is not None:
         return None, ""
-    lines = [trace.sources[loader.source] for loader in trace.loaders if loader.batch_size == batch_size]
+    lines = [trace.sources[loader.source] for loader in _list_loaders(context) if loader.batch_size == batch_size]
     if not lines:
         return None, ""
     if is_own_source(lines[-1]):
         return lines[-1], f" ({file_and_line(lines[-1])})"
     is_of_trainer = TRAINER in lines[-1].replace("\\", "/")
     return None, f" (per_device_{'train' if trace.trains else 'eval'}_batch_size)" if is_of_trainer else ""
+
+
+def _list_loaders(context: Context) -> list[BatchLoader]:
+    """Return the data loaders that yielded before the peak, in order."""
+    return [loader for loader in context.ledger.trace.loaders if loader.event <= context.ledger.peak_event]
 
 
 def _is_without_gradients(context: Context) -> bool:
@@ -137,13 +142,13 @@ def find_batch_size(context: Context) -> int | None:
     yields if that divides them; None: 1, or not known."""
     if context.spec is not None:
         return context.spec.batch_size if context.spec.batch_size > 1 else None
-    shapes, trace = _list_input_shapes(context), context.ledger.trace
+    shapes = _list_input_shapes(context)
     # Samples and their beams, as rows; images of one channel have none.
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
     sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
-    if len(sizes) > 1 and trace.loaders:  # crops or frames of each sample, as rows
-        size = trace.loaders[-1].batch_size
+    if len(sizes) > 1 and (loaders := _list_loaders(context)):  # crops or frames of each sample, as rows
+        size = loaders[-1].batch_size
         return size if size > 1 and all(rows % size == 0 for rows in sizes) else None
     return sizes.pop() if len(sizes) == 1 else None
 

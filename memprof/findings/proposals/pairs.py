@@ -56,7 +56,7 @@ def propose(context: Context) -> Iterator[Proposal]:
     is_trained = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
     may_be_trained = is_trained or (trace.ended_out_of_memory and not is_inference(trace))
     is_checkpointed = may_be_trained and not is_peak_in_evaluation(context)
-    checkpointed = ", each under torch.utils.checkpoint if it needs gradients" if is_checkpointed else ""
+    checkpointed = " (with gradients: each under torch.utils.checkpoint)" if is_checkpointed else ""
     is_difference = trace.op(storage) == "aten.sub" and len(storage.shape) == 3
     distances = " (for distances, torch.cdist)" * (is_difference and storage.shape[2] not in storage.shape[:2])
     # A product of two matrices is a batch of one in torch.einsum.

@@ -118,8 +118,9 @@ def _list_failed(document: Report, code_folder: Path | None) -> list[RenderableT
     by = f" by {operator}" * bool(operator and is_named)
     tried_bytes = verdict.tried_to_allocate_bytes or 0
     is_segment = tried_bytes in (SMALL_BUFFER, LARGE_SEGMENT)  # for a tensor that may be smaller
-    size = f"a segment of {format_bytes(tried_bytes)} for " if is_segment else f"{format_bytes(tried_bytes)}, "
-    text = f"failed allocation: {size}{tensor}{by}, {'in' if is_of_backward else 'at'} {lines}"
+    size = "" if is_segment else f"{format_bytes(tried_bytes)}, "
+    segment = f", for which a segment of {format_bytes(tried_bytes)} is reserved" * is_segment
+    text = f"failed allocation: {size}{tensor}{by}{segment}, {'in' if is_of_backward else 'at'} {lines}"
     changes = [suggestion for finding in document.findings for suggestion in finding.suggestions if suggestion.fits]
     if verdict.expandable_segments_help and not changes and not any(one.is_decisive for one in list_causes(document)):
         text += f"; torch's advice, {EXPANDABLE_SEGMENTS}, lets this one succeed, and maybe not a later one"
@@ -144,7 +145,7 @@ def _render_causes(document: Report, code_folder: Path | None) -> list[Renderabl
         return [*map(_render_title, notes), Text("")]
     is_easy = document.verdict.fits is not False and not document.verdict.retries
     if not causes:
-        label = "largest beside it: " if failed else "largest tensors: "
+        label = "largest of the others: " if failed else "largest tensors: "
         items = [
             *failed,
             *(make_item(Text(label).append(line)) for line in _list_largest(document, _list_others(document), 1)),
@@ -222,10 +223,16 @@ def _describe_largest_category(document: Report, finding: Finding) -> Iterator[R
 
 
 def _list_others(document: Report) -> list[LiveTensor]:
-    """Return the tensors at the peak that are not the failed allocation."""
-    verdict = document.verdict
-    failed = verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
-    return [one for one in document.peak.tensors if (one.shape, one.dtype, one.source) != failed]
+    """Return the tensors at the peak without the failed allocation, of which there may be others alike."""
+    verdict, others = document.verdict, list(document.peak.tensors)
+    failed = verdict.oom_op, verdict.oom_shape, verdict.oom_dtype, verdict.oom_source
+    alike = next((i for i, one in enumerate(others) if (one.op, one.shape, one.dtype, one.source) == failed), None)
+    if alike is not None:
+        one = others.pop(alike)
+        rest = one.count - 1
+        num_bytes = one.allocated_bytes // one.count * rest
+        others += [replace(one, count=rest, allocated_bytes=num_bytes)] if rest else []
+    return others
 
 
 def _list_largest(
@@ -278,8 +285,10 @@ def list_actions(document: Report, code_folder: Path | None) -> list[Action]:
         # What takes away the cause itself comes first, however little that is.
         own = {s.text for cause in list_causes(document) if cause.is_decisive for s in cause.suggestions}
         worth = [one for one in fitting or suggestions if one.num_bytes >= MIN_SHARE_OF_BEST * most or one.text in own]
-        if is_end:  # the next allocations fail instead
+        if is_end:  # where room is only just made, the next allocations fail instead
             worth = [one for one in worth if not _only_makes_room(document, one)] or worth
+            usable_bytes = document.device.usable_bytes or 0
+            worth = [one for one in worth if one.required_bytes <= usable_bytes] or worth
         best = sorted(worth, key=lambda one: (one.text not in own, _comes_last(document, one)))
         for one in best[:MAX_SUGGESTIONS]:
             code = read_code(one.source, code_folder) if one.source and code_folder else None
@@ -311,15 +320,18 @@ def _list_fixes_of(document: Report, findings: Sequence[Finding], code_folder: P
 
 
 def _describe_effect(document: Report, finding: Finding) -> str:
-    """Return what the run needs with the change of a cause, as the end of a sentence; "" if that is not known, or what
-    is reserved then is more than the GPU has, though it fits."""
+    """Return what the run needs with the change of a cause, as the end of a sentence; "" if that is not known, what
+    is reserved then is more than the GPU has, though it fits, or memory ended the run before it computed anything."""
     required_bytes = next((one.required_bytes for one in finding.evidence if one.required_bytes is not None), None)
+    is_end = document.program is not None and document.program.ended == "refused"
     if not finding.is_decisive or required_bytes is None:
+        return ""
+    if is_end and not any(row.kind.computes for row in document.stages):
         return ""
     need_bytes = required_bytes + document.peak.device_used_bytes - document.peak.reserved_bytes
     if need_bytes > (document.device.total_bytes or 0):
         return ""
-    at_least = " at least" * (document.program is not None and document.program.ended == "refused")
+    at_least = " at least" * is_end
     return f": needs{at_least} {format_bytes(need_bytes)} instead of {format_bytes(document.verdict.required_bytes)}"
 
 

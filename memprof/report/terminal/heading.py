@@ -28,7 +28,7 @@ def render_heading(document: Report) -> RenderableType:
         memory = (
             f" ({gib(device.unified_bytes)} GiB shared with the CPU, {gib(device.total_bytes or 0)} GiB for the GPU)"
         )
-    lines = [make_heading("memprof", f" {document.command}: {kind} {device.name}{memory}")]
+    lines = [make_heading("memprof", f" {document.command}: {kind} {device.name.removeprefix('custom ')}{memory}")]
     if document.rank is not None:
         rank, size = document.rank.rank, document.rank.world_size
         ranks = format_ranges(row.rank for row in document.ranks)

@@ -115,7 +115,7 @@ def _is_failed_included(document: Report) -> bool:
     is_end = document.program is not None and document.program.ended == "refused"
     live_bytes = (verdict.in_use_bytes or 0) + (verdict.tried_to_allocate_bytes or 0)
     is_same = peak.stage == verdict.oom_stage and peak.allocated_bytes > live_bytes - _MAX_ROUNDING_BYTES
-    return is_end and is_same
+    return is_end and is_same and bool(_list_like_failed(document))
 
 
 def get_uncertain_peak(document: Report) -> int:

@@ -35,7 +35,8 @@ def render_origin(tensor: LiveTensor, *, in_table: bool = False, with_category: 
     if tensor.source and not tensor.name:
         line, space = short_source(tensor.source), " " * bool(operator)
         called = "" if tensor.caller is None else f", called at {short_source(tensor.caller)}"
-        operator = f" {operator}{space}{line}" if in_table else f", {operator}{space}at {line}{called}"
+        by = "by " * bool(operator and not in_table)
+        operator = f" {operator}{space}{line}" if in_table else f", {by}{operator}{space}at {line}{called}"
     elif operator:
         operator = "" if tensor.name else f" {operator}"
     return text.append(operator if text else operator.removeprefix(", "), style="dim")

@@ -73,9 +73,20 @@ class Loaders(Extension):
 
 
 def _record_loaders(recorder: Recorder) -> Iterator[Patch]:
-    """Yield the patches that record each loader that is iterated over, with the line that made it."""
-    init, iterate = DataLoader.__init__, DataLoader.__iter__
+    """Yield the patches that record each loader that is iterated over, with the line that made it: also where it goes
+    on after another one, as that of a training after an evaluation amid an epoch."""
+    base = loaders.BaseDataLoaderIter.get()
+    init, iterate, proceed = DataLoader.__init__, DataLoader.__iter__, base.__next__
     lines: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    iterated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # iterator -> its loader
+
+    def record(loader: Any) -> None:
+        trace, source = recorder.trace, lines.get(loader, NONE)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)  # as accelerate's have
+        if isinstance(size, int) and source != NONE:
+            entry = BatchLoader(size, source, len(trace.events))
+            if not trace.loaders or trace.loaders[-1][:2] != entry[:2]:
+                trace.loaders.append(entry)
 
     @functools.wraps(init)
     def init_and_record(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,15 +98,21 @@ def _record_loaders(recorder: Recorder) -> Iterator[Patch]:
 
     @functools.wraps(iterate)
     def record_and_iterate(loader: Any) -> Any:
-        trace, source = recorder.trace, lines.get(loader, NONE)
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)  # as accelerate's have
-        if isinstance(size, int) and source != NONE:
-            entry = BatchLoader(size, source)
-            trace.loaders += [entry] if trace.loaders[-1:] != [entry] else []
-        return iterate(loader)
+        record(loader)
+        iterator = iterate(loader)
+        iterated[iterator] = loader
+        return iterator
+
+    @functools.wraps(proceed)
+    def record_and_proceed(iterator: Any) -> Any:
+        batch = proceed(iterator)
+        if iterator in iterated:
+            record(iterated[iterator])
+        return batch
 
     yield DataLoader, "__init__", init_and_record
     yield DataLoader, "__iter__", record_and_iterate
+    yield base, "__next__", record_and_proceed
 
 
 class _InProcessIterator(loaders.BaseDataLoaderIter.get()):  # type: ignore[misc]

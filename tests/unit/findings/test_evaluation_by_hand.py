@@ -221,6 +221,46 @@ def test_says_whether_the_run_fits_with_outputs_in_host_memory(op: str) -> None:
     assert not roomy.is_decisive and "fits" not in roomy.title
 
 
+@pytest.mark.parametrize(("is_called_after", "required_mib"), [(False, 20), (True, 80)])
+def test_what_is_made_of_what_was_kept_is_in_host_memory_too(is_called_after: bool, required_mib: int) -> None:
+    """Five outputs of 2 MiB are joined, and memory runs out in what is computed with that; another model that is called
+    there may have made it by itself. The calls need a segment of 20 MiB themselves."""
+    b = accumulated()
+    if is_called_after:
+        b.call(4 * MIB, path="other")
+    b.alloc(30 * MIB, op="aten.cat", line="eval.py:12 main")
+    b.alloc(30 * MIB, op="aten.pow", line="eval.py:13 main")
+    b.trace.ended_out_of_memory = True
+    finding = only([one for one in evaluation_accumulates.find(b.context(64 * MIB)) if "5 calls" in one.title])
+    (needs,) = [one.required_bytes for one in finding.evidence if one.required_bytes is not None]
+    assert needs == required_mib * MIB
+
+
+def test_the_graphs_that_calls_keep_are_no_outputs_of_a_call_beside_them() -> None:
+    """The second model is called without gradients, between calls of the first with them."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for _ in range(5):
+        made = b.call(2 * MIB, 4 * MIB, nodes=2, path="encoder")
+        b.free(*b.call(MIB, path="decoder", line="eval.py:7 main"))
+        b.trace.holders = [OUTPUTS._replace(storages=(made[0],), nodes=2)]
+    b.trace.last_uses = [birth + 1 for birth in b.trace.lifetimes()[0]]
+    context = b.context()
+    assert evaluation_with_gradients.find(context) and not evaluation_accumulates.find(context)
+
+
+@pytest.mark.parametrize(("line", "is_shared"), [(CALL, True), ("eval.py:6 main", False)])
+def test_the_change_of_a_line_is_for_all_modules_that_it_calls(line: str, is_shared: bool) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for path, at, size in (("a", CALL, 32 * MIB), ("b", line, 64 * MIB)):
+        for _ in range(5):
+            b.call(MIB, size, nodes=2, path=path, line=at)
+    b.trace.last_uses = [birth + 1 for birth in b.trace.lifetimes()[0]]
+    b.trace.may_train = False
+    findings = evaluation_with_gradients.find(b.context(300 * MIB))
+    needs = [one.required_bytes for finding in findings for one in finding.evidence if one.required_bytes is not None]
+    assert len(needs) == 2 and (needs[0] == needs[1]) is is_shared
+
+
 @pytest.mark.parametrize("larger", [0, 1])
 def test_what_several_loops_leave_is_added_up(larger: int) -> None:
     """As evaluations of several epochs do, into one list."""
@@ -273,7 +313,7 @@ def test_a_trainer_has_options_of_its_own(source: str) -> None:
     b = accumulated()
     b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), source=source))
     fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
-    assert "preprocess_logits_for_metrics" in fix.text
+    assert all(name in fix.text for name in ("preprocess_logits_for_metrics", "eval_accumulation_steps"))
 
 
 @pytest.mark.parametrize(("is_held", "is_used"), [(True, False), (False, False), (True, True)])
@@ -324,6 +364,27 @@ def test_graphs_that_no_backward_reaches() -> None:
     b.trace.sources.append("eval.py:6 main")
     assert "at eval.py:5 save up to" in only(evaluation_with_gradients.find(b.context())).title
     assert finding.evidence[0].source == finding.evidence[1].source == CALL
+
+
+@pytest.mark.parametrize(
+    ("num_freed", "calls", "num_mib", "how"),
+    [
+        (0, "3 calls", 60, "together"),
+        (1, "2 of 3 calls", 40, "together"),
+        (3, "3 calls", 20, "each"),
+    ],
+)
+def test_calls_of_which_something_is_live_at_once(num_freed: int, calls: str, num_mib: int, how: str) -> None:
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for step in range(3):
+        output, saved = b.call(512, 20 * MIB, nodes=5)
+        b.free(output, *[saved] * (step < num_freed))
+    finding = only(evaluation_with_gradients.find(b.context()))
+    assert finding.title.startswith(f"No torch.no_grad(): {calls} of Net")
+    assert f"save up to {num_mib}.00 MiB of activations {how}, and" in finding.title
+    assert finding.culprit is not None and finding.culprit.name == f"activations of {num_mib // 20} call" + "s" * (
+        num_mib > 20
+    )
 
 
 @pytest.mark.parametrize(

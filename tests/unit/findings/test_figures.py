@@ -147,7 +147,7 @@ def test_copies_of_logits_where_most_are_live_and_at_the_peak() -> None:
     finding = only(logits.find(b.context()))
     assert (finding.severity, finding.num_bytes) == (Severity.WARNING, 5 * GIB)
     assert all_figures(finding) == [
-        ["float32", "[8192 x 65536]", "model.py:30", "loss.py:6", "5.00 GiB", "82%", "3.00 GiB"],
+        ["5.00 GiB", "82%", "3.00 GiB", "float32", "[8192 x 65536]", "model.py:30", "loss.py:6"],
         ["float32", "[2 x 4096 x 65536]", "float32", "2.00 GiB", "aten._to_copy", "loss.py:5", "1"],
         ["[2 x 4096 x 65536]", "float32", "2.00 GiB", "aten._log_softmax", "loss.py:6", "1"],
         ["[2 x 4096 x 65536]", "bfloat16", "1.00 GiB", "aten.mm", "model.py:30", "1"],
@@ -173,7 +173,7 @@ def test_a_title_names_four_kinds_of_logits_or_three_and_the_number_of_others(op
     for op in ops:
         b.new(8192, WORDS, op=f"aten.{op}")
     finding = only(logits.find(b.context(vocab_size=WORDS)))
-    assert finding.title.startswith(f"Logits: {kinds} [8192 x {WORDS}]")
+    assert f"): {kinds} [8192 x {WORDS}]" in finding.title
 
 
 @pytest.mark.parametrize(("is_at_peak", "text"), [(True, "94% of the peak)"), (False, "size; none live at the peak)")])
@@ -184,8 +184,8 @@ def test_logits_that_are_at_the_peak_or_gone(is_at_peak: bool, text: str) -> Non
         b.free(made)
         b.alloc(3 * GIB)
     finding = only(logits.find(b.context()))
-    assert all_figures(finding)[0][2:4] == ["2.00 GiB", "94%" if is_at_peak else "64%"]
-    assert finding.title.endswith(text)
+    assert all_figures(finding)[0][:2] == ["2.00 GiB", "94%" if is_at_peak else "64%"]
+    assert text in finding.title
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from memprof.findings import Finding, Severity, memory_growth
 from memprof.findings.edits import Edit, EditKind
 from memprof.findings.memory_growth import find
 from memprof.flows.account import analyze
-from memprof.trace.events import NONE, Forward, PhaseKind, Role
+from memprof.trace.events import NONE, Forward, GraphBackward, PhaseKind, Role
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.units import MIB
 from tests.unit.findings.growing import KEPT, LOSSES, MILLION
@@ -112,6 +112,28 @@ def test_of_calls_at_several_lines_no_line_is_the_one_to_change() -> None:
     (finding,) = find(b.context(64 * MIB))
     fix = next(one for one in finding.evidence if one.text.startswith("fix"))
     assert "backward() for each part" in fix.text and fix.source is None
+
+
+@pytest.mark.parametrize("are_in_vain", [False, True])
+def test_the_graphs_of_gradients_that_wait_for_one_backward(are_in_vain: bool) -> None:
+    """As of the inner steps of tasks: which of them belong together is not known, nor what the run needs then."""
+    b = TraceBuilder()
+    b.trace.sources.append("maml.py:7 adapt")
+    uses = []
+    for _ in range(20):
+        b.phase(PhaseKind.FORWARD)
+        begin = len(b.trace.events)
+        b.new(MILLION, owner=(Role.INPUT, ""))
+        b.trace.forwards.append(Forward(begin, len(b.trace.events), NONE, 0, True, 5, ()))
+        b.alloc(2 * MIB)
+        if are_in_vain:
+            b.trace.graph_backwards.append(GraphBackward(begin, len(b.trace.events), 0, NONE))
+        uses += [len(b.trace.events)] * 2
+        b.phase(PhaseKind.OTHER)
+    b.trace.last_uses = uses
+    (finding,) = find(b.context(40 * MIB))
+    assert any("create_graph=False at maml.py:7" in one.text for one in finding.evidence) is are_in_vain
+    assert all(one.required_bytes is None for one in finding.evidence) is are_in_vain
 
 
 def test_what_micro_batches_keep_with_its_graph_is_to_be_detached() -> None:

@@ -220,6 +220,14 @@ def test_a_model_beside_which_memory_for_another_one_runs_out() -> None:
     assert finding.evidence[-1].text == "last used in optimizer step of step 3"
 
 
+def test_what_has_the_model_is_told_though_the_program_was_to_read_it_when_it_was_first_seen() -> None:
+    b, _ = replaced_model()
+    (trainer,) = b.trace.idle_holders
+    b.trace.idle_holders[:] = [trainer._replace(is_read_later=True), trainer]
+    (finding,) = b.find(400 * MIB)
+    assert finding.title.endswith("an earlier model, kept by Trainer `trainer` (x/train.py:9)")
+
+
 def test_what_was_freed_before_memory_runs_out_is_not_told_of() -> None:
     b, _ = replaced_model(frees_state=True)
     (finding,) = b.find(400 * MIB)

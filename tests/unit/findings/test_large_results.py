@@ -51,7 +51,7 @@ def evaluated(
         (IMAGE | {"phase": PhaseKind.FORWARD, "trains": False}, "200 rows along dimension 1"),
         (IMAGE | {"path": "decoder"}, None),
         (COVARIANCE, "4,096 rows along dimension 1"),
-        (COVARIANCE | {"phase": PhaseKind.FORWARD}, "4,096 rows along dimension 1, each under"),
+        (COVARIANCE | {"phase": PhaseKind.FORWARD}, "4,096 rows along dimension 1 (with gradients: each under"),
         (COVARIANCE | {"shape": (3, 4096, 4095)}, None),
         (COVARIANCE | {"shape": (300, 64, 64)}, None),
         (COVARIANCE | {"path": "attention"}, None),

@@ -39,7 +39,7 @@ def test_both_shapes_their_line_and_what_the_other_steps_allocate() -> None:
     finding = found(steps([20, 20, 120, 20]), 300 * MIB)
     assert finding is not None
     assert finding.title == (
-        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), that of the median step [20 x {ROW}]; the other steps "
+        f"The batch of step 3 is [120 x {ROW}] (x/train.py:4), the median one [20 x {ROW}]; the other steps "
         "allocate at most 80.00 MiB"
     )
     assert (finding.num_bytes, finding.severity) == (300 * MIB, Severity.WARNING)
@@ -89,10 +89,40 @@ def test_the_batches_of_a_spec_are_as_it_says() -> None:
     assert not find(steps([20, 20, 120, 20]).context(None, spec=TargetSpec(model="gpt2")))
 
 
-@pytest.mark.parametrize(("row", "word"), [((1, 512, 512), "size of its images"), ((512, 512), "length")])
+@pytest.mark.parametrize(("row", "word"), [((1, 512, 512), "size of the images"), ((512, 512), "length")])
 def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) -> None:
     finding = found(steps([20, 20, 120, 20], row=row))
     assert finding is not None and word in finding.evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_told"),
+    [
+        ([20, 30, 40, 50], True),
+        ([20, 30, 40], False),  # may be chance
+        ([20, 40, 60], True),
+        ([20, 40], False),
+        ([20, 40, 80, 160], False),  # a search
+        ([40, 40, 40, 40], False),
+    ],
+)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_batch_that_grows_until_memory_runs_out(rows: list[int], is_told: bool, is_cut: bool) -> None:
+    """The first step allocates the weight and three times its rows."""
+    b = steps([row * 2 for row in rows])
+    b.trace.ended_out_of_memory = is_cut
+    finding = found(b, (10 + 6 * rows[-1]) * MIB)
+    is_growth = finding is not None and finding.title.startswith("The batch grows")
+    assert is_growth == (is_told and is_cut)
+    if finding is not None and is_growth:
+        shapes = [f"[{2 * row} x {ROW}]" for row in rows]
+        shapes[2:-1] = ["..."] * (len(rows) > 3)
+        assert finding.title == (
+            f"The batch grows in each step: {', '.join(shapes)} in step {len(rows)} (x/train.py:4); step 1 "
+            "allocates at most 140.00 MiB"
+        )
+        assert (finding.num_bytes, finding.is_decisive) == (6 * (rows[-1] - rows[0]) * MIB, True)
+        assert finding.evidence[0].source == LINE
 
 
 def lengths(sizes: Iterable[int]) -> TraceBuilder:
@@ -117,4 +147,4 @@ def test_lengths_that_grow_until_memory_runs_out(last: int, *, is_told: bool) ->
     assert (finding is not None) == is_told
     if finding is not None:
         assert finding.is_decisive
-        assert finding.title.endswith("steps with no larger batch allocate at most 300.00 MiB")
+        assert finding.title.endswith("steps up to that allocate at most 300.00 MiB")

@@ -25,6 +25,7 @@ def test_the_list_that_keeps_them_is_named() -> None:
 
     first, *_ = find_all(run_out_of_memory(program, 400 * MIB))
     assert first.id == "loaded-ahead" and first.is_decisive and "kept by list `features`" in first.title
+    assert first.culprit is not None and first.culprit.name == "list `features`"
     assert first.edit is not None and ".cpu()" in first.evidence[0].text
 
 
@@ -62,7 +63,7 @@ def test_eight_tensors_of_one_line_that_are_half_of_the_peak(context: Context, i
 
 
 @pytest.mark.parametrize(
-    ("op", "fix"), [("torch.load", 'load it with map_location="cpu"'), ("aten.randn", "keep data")]
+    ("op", "fix"), [("torch.load", 'load it with map_location="cpu"'), ("aten.randn", "keep the data")]
 )
 def test_what_is_loaded_from_files_is_loaded_elsewhere(op: str, fix: str) -> None:
     b = TraceBuilder()

@@ -63,6 +63,14 @@ def test_a_list_that_is_seen_with_one_kind_and_later_with_another_is_one() -> No
     assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
 
 
+@pytest.mark.parametrize(("held_mib", "is_view"), [(1, True), (1.01, False)])
+def test_a_view_of_half_a_tensor_is_to_be_a_copy(held_mib: float, is_view: bool) -> None:
+    (finding,) = found(kept(4, LOSSES._replace(held_bytes=int(held_mib * MIB))))  # two of 1 MiB were seen
+    fix = finding.evidence[-1]
+    assert fix.source == LOSSES.source
+    assert (".clone()" in fix.text and "a view of 512.00 KiB" in fix.text) == is_view
+
+
 def test_what_has_a_reset_is_to_be_reset() -> None:
     (finding,) = found(kept(4, LOSSES._replace(has_reset=True)))
     assert finding.evidence[-1].text.startswith("fix at x/train.py:9: call reset() at the end of each epoch, or keep")
@@ -196,7 +204,7 @@ def test_what_is_cleared_after_the_peak() -> None:
     (finding,) = found(cleared(6, then=2))
     assert finding.severity is Severity.WARNING and finding.num_bytes == 6 * MIB
     assert "grows by 1.00 MiB a step, to 6.00 MiB, kept by list `losses`" in finding.title
-    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: keep it in host memory")
+    assert finding.evidence[-1].text.startswith("fix at x/train.py:9: keep the tensors of each step in host memory")
 
 
 class TestSilentOn:
@@ -390,7 +398,7 @@ def test_what_accumulates_until_the_peak_may_decide_whether_the_run_fits() -> No
 def test_a_graph_that_steps_keep_until_the_peak_is_not_for_the_next_pass() -> None:
     (finding,) = found(cleared(6, then=2, holder=LOSSES._replace(nodes=20)))
     assert finding.edit == Edit(EditKind.KEEP_ON_HOST, "/x/train.py:9 main", "losses")
-    told = "keep it in host memory (.detach().cpu()), or drop what is not needed of each step"
+    told = "keep the tensors of each step in host memory (.detach().cpu()), or drop those that are not needed"
     assert told in finding.evidence[-1].text
 
 

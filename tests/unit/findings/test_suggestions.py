@@ -227,6 +227,8 @@ def test_of_a_run_that_ended_there_nothing_more_is_known(alone: None) -> None:
     shrink(2, 0, 500 * MIB)
     b = two_tensors()
     b.trace.ended_out_of_memory = True
+    assert suggest(b.context(700 * MIB))[0].text == "number 1: this allocation fits"  # what is computed needs more
+    b.phase(PhaseKind.FORWARD)
     first, second = suggest(b.context(700 * MIB))
     assert first.text.endswith("needs at least 400.00 MiB instead of 1,000.00 MiB")
     assert second.text.endswith("needs at least 900.00 MiB instead of 1,000.00 MiB; still does not fit")

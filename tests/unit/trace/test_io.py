@@ -73,7 +73,7 @@ def sample() -> Trace:
         idle_holders=[Holder(4, "", "out", None, False, None, (0,), 0, 0, None)],
         error_holders=[Holder(4, "except", "main", None, False, None, (0,), 0, 0, None)],
         vmaps=[VmapCall(1, 3, 64, "jacrev", 0)],
-        loaders=[BatchLoader(16, 0)],
+        loaders=[BatchLoader(16, 0, 3)],
         failed_forward=Forward(3, 4, 0, 0, False, 7, ()),
         eval_calls=[EvalCall(3, 0, 0)],
         frozen_in_vain=[FrozenInVain(0, None, (0,))],

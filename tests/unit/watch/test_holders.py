@@ -107,6 +107,36 @@ def in_a_dict_of_dicts() -> None:
         logs["train"][number] = step(model, optimizer)  # kept
 
 
+def log(logs: dict[str, Any], loss: torch.Tensor) -> None:
+    logs["count"] += 1
+    logs["losses"].append(loss)  # kept
+
+
+def in_a_list_that_another_function_fills() -> None:
+    model, optimizer = parts()
+    logs: dict[str, Any] = {"count": 0, "losses": []}
+    for _ in range(4):
+        log(logs, step(model, optimizer))
+
+
+def replace(losses: list[torch.Tensor], loss: torch.Tensor) -> list[torch.Tensor]:
+    losses = [*losses, loss]
+    assert not loss.dim()
+    return losses
+
+
+def in_a_list_that_another_function_makes() -> None:
+    model, optimizer = parts()
+    losses: list[torch.Tensor] = []
+    for _ in range(4):
+        kept = replace(losses, step(model, optimizer))
+        losses = kept
+
+
+def test_a_line_that_only_assigns_to_a_parameter_fills_nothing() -> None:
+    assert not only(run(in_a_list_that_another_function_makes)).fills
+
+
 def in_a_list_by_a_variable() -> None:
     model, optimizer = parts()
     logs: dict[str, list[torch.Tensor]] = {"train": [], "test": []}
@@ -180,6 +210,7 @@ def line_of(code: Any) -> str:
         (in_a_sum, "", "total", in_a_sum),
         pytest.param(in_an_object, "dict", "Meter.values", Meter.add, marks=pytest.mark.nightly),
         (in_a_dict_of_dicts_of_an_object, "list", "History.logs['train']['loss']", History.add),
+        (in_a_list_that_another_function_fills, "list", "logs['losses']", log),
         (in_a_dict_of_dicts, "dict", "logs['train']", in_a_dict_of_dicts),
         (in_a_list_by_a_variable, "list", "logs['train']", in_a_list_by_a_variable),
         (in_a_sum_by_a_key, "", "totals['loss']", in_a_sum_by_a_key),
@@ -615,6 +646,32 @@ def test_what_joins_the_graphs_of_calls_where_memory_runs_out() -> None:
     (finding,) = [one for one in find_all(dataclasses.replace(context)) if one.id == "memory-growth"]
     fixes = [one.text for one in finding.evidence if one.text.startswith("fix")]
     assert fixes[0].endswith("before each backward()")  # the model's: the loss keeps little
+
+
+def sum_beside_a_mean() -> None:
+    """The sum of 30 calls is an item; so is what is computed of it, of 80 nodes a call."""
+    model = nn.Sequential(*(nn.LayerNorm(64) for _ in range(80))).cuda().eval()
+    results: Any = {"count": 0, "sum": 0, "mean": 0}
+    for _ in range(30):
+        results["count"] += 1
+        results["sum"] += model(torch.randn(1024, 64).cuda()).mean()  # kept
+        results["mean"] = results["sum"] / results["count"]
+
+
+def test_a_sum_of_many_calls_and_not_what_is_computed_of_it() -> None:
+    context = run_out_of_memory(sum_beside_a_mean, 500 * MIB)
+    holder = only(context.ledger.trace)
+    assert holder.name == "results['sum']" and (holder.source or "").startswith(line_of(sum_beside_a_mean))
+
+
+def test_what_an_operator_makes_beside_an_output_is_not_of_its_list() -> None:
+    def program() -> None:
+        model = nn.LayerNorm(64).cuda().eval()  # makes a mean and a deviation for each output
+        outputs = [model(torch.randn(16384, 64, device="cuda")) for _ in range(2)]
+        for _ in range(3):
+            outputs.append(model(torch.randn(16384, 64, device="cuda")))  # noqa: PERF401
+
+    assert only(run(program)).name == "outputs"
 
 
 def test_one_call_after_the_last_backward_is_no_sum() -> None:

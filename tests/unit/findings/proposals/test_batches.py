@@ -133,6 +133,17 @@ def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> Non
         assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
 
 
+@pytest.mark.parametrize(("after_peak", "line"), [(0, 1), (1, 0)])
+def test_a_loader_that_yields_after_the_peak_is_not_meant(after_peak: int, line: int) -> None:
+    """As that of an evaluation at the end, with batches as large."""
+    context = batch((64, 256))
+    trace, peak = context.ledger.trace, context.ledger.peak_event
+    first = len(trace.sources)
+    trace.sources += ["train.py:0 main", "train.py:1 main"]
+    trace.loaders += [BatchLoader(64, first), BatchLoader(64, first + 1, peak + after_peak)]
+    assert only(smaller(context)).source == f"train.py:{line} main"
+
+
 def test_loaders_of_a_model_by_name_are_not_the_users() -> None:
     """Of a batch normalization, whose fix is told in words."""
     context = batch((64, 256), (256,), op="aten.cudnn_batch_norm")

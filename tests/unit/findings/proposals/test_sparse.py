@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings.proposals import messages, sparse
-from memprof.trace.events import PhaseKind, Role
+from memprof.trace.events import Forward, Module, ModuleRole, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.findings.figures import figures
 from tests.unit.findings.proposals.proposed import listed, only
@@ -132,6 +132,29 @@ def test_messages_of_all_edges(indices: tuple[int, ...], op: str, is_told: bool)
     for one in found:
         assert figures(one.change) == ["[5000 x 64]", "conv.py:3"]
         assert [one.trace.storages[index].num_bytes for index in made] == [5000 * 20, 0]
+
+
+@pytest.mark.parametrize("kind", [PhaseKind.EVALUATION, PhaseKind.FORWARD])
+@pytest.mark.parametrize(("after", "are_messages"), [((100, 32), True), ((3000, 64), False), ((100,), False)])
+def test_pairs_are_no_edges(kind: PhaseKind, after: tuple[int, ...], are_messages: bool) -> None:
+    """A call before has gathered 3000 rows by the same line, and made no tensor of nodes of them."""
+    b = TraceBuilder(PhaseKind.FORWARD)
+    b.trace.modules.append(Module("", "Net", ModuleRole.ROOT, ""))
+    b.new(100, 64, op="aten.zeros")
+    begin = len(b.trace.events)
+    b.free(b.new(3000, 64, op="aten.index", line="net.py:3 forward"))
+    b.free(b.new(*after, op="aten.zeros"))
+    b.trace.forwards.append(Forward(begin, len(b.trace.events), 0, 0, True, 1, ()))
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.phase(kind)
+    b.new(2, 5000, dtype="int64", op="aten.stack")
+    made = b.new(5000, 64, op="aten.index", line="net.py:3 forward")
+    found = listed(messages.propose(b.context()))
+    assert len(found) == (are_messages or kind is PhaseKind.EVALUATION)
+    for one in found:
+        assert ("torch.sparse.mm" in one.change) == are_messages
+        assert one.trace.storages[made].num_bytes == (5000 * 20 if are_messages else 2500 * 64 * 4)
+        assert are_messages or figures(one.change) == ["2,500", "5,000", "[5000 x 64]", "net.py:3"]
 
 
 def test_messages_have_features_and_what_has_none_stays() -> None:

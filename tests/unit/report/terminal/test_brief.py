@@ -88,6 +88,28 @@ def test_the_failed_allocation_has_a_row_and_in_a_backward_the_line_of_the_forwa
     assert rows == [["failed allocation", "32.00"], ["parameters", "20.00"], [rest, "16.00"]]
 
 
+@pytest.mark.parametrize(
+    ("op", "count", "told"),
+    [
+        ("aten.sub", 1, "largest of the others: [8x1048576] float32"),  # of the same line, by another operator
+        ("aten.mm", 1, "largest of the others: [8x1048576] float32"),
+        ("aten.mm", 2, "largest of the others: 2 x [8x1048576] float32"),
+        ("aten.mm", 0, "largest of the others: [5x1048576] float32"),
+    ],
+)
+def test_what_is_beside_the_failed_allocation_may_be_as_it_is(op: str, count: int, told: str) -> None:
+    b = TraceBuilder()
+    program = ProgramFacts(("a.py",), "refused", None, 1, ())
+    b.trace.facts = Facts(device=DeviceFacts("A", 50 * MIB, usable_bytes=50 * MIB), program=program)
+    b.new(5, MIB, line="a.py:1 f")
+    b.phase(PhaseKind.FORWARD)
+    for _ in range(count):
+        b.new(8, MIB, op=op, line="a.py:2 f")
+    b.new(8, MIB, line="a.py:2 f")
+    b.trace.ended_out_of_memory = True
+    assert told in to_text(render(analyze(b.trace)), 100)
+
+
 def test_one_stage_alone_is_no_table() -> None:
     b = TraceBuilder()
     b.trace.facts = Facts(device=DeviceFacts("A", 999 * MIB, usable_bytes=999 * MIB))
@@ -123,6 +145,7 @@ def test_suggestions_come_by_their_cost_unless_they_save_little(
 
 
 ROOM, OTHER = suggest("room", 50, fix="expandable-segments"), suggest("other", 20)
+FULL, TIGHT = (dataclasses.replace(OTHER, text="room", required_bytes=num_mib * MIB) for num_mib in (81, 80))  # of 80
 
 
 @pytest.mark.parametrize(
@@ -131,10 +154,14 @@ ROOM, OTHER = suggest("room", 50, fix="expandable-segments"), suggest("other", 2
         ("refused", [ROOM, OTHER], False, ["other"]),  # the next allocations fail instead
         ("exit", [ROOM, OTHER], False, ["other", "room"]),
         ("refused", [ROOM], False, ["room"]),
+        ("refused", [FULL, OTHER], False, ["other"]),
+        ("refused", [TIGHT, OTHER], False, ["room", "other"]),
+        ("refused", [FULL], False, ["room"]),
+        ("exit", [FULL, OTHER], False, ["room", "other"]),
         ("refused", [ROOM, OTHER], True, ["room", "other"]),
     ],
 )
-def test_room_in_free_pieces_is_no_way_out_where_memory_ended_the_run(
+def test_room_that_is_just_made_is_no_way_out_where_memory_ended_the_run(
     ended: str, suggestions: list[Suggestion], is_in_pieces: bool, order: list[str]
 ) -> None:
     b = TraceBuilder()

@@ -52,4 +52,4 @@ def test_a_segment_is_told_from_the_tensor_that_it_is_for() -> None:
     b.new(10 * MIB)
     b.new(MIB // 2)  # elements: 2 MiB
     screen = " ".join(to_text(render(analyze(b.trace))).split())
-    assert "- failed allocation: a segment of 20.00 MiB for [524288] float32" in screen
+    assert "- failed allocation: [524288] float32" in screen and ", for which a segment of 20.00 MiB is" in screen

@@ -66,7 +66,7 @@ def test_bytes_in_one_dimension_are_a_buffer(shape: tuple[int, ...], dtype: str,
 @pytest.mark.parametrize(
     ("op", "name", "text"),
     [
-        ("aten.mm", None, "activations of layer, mm at a.py:7"),
+        ("aten.mm", None, "activations of layer, by mm at a.py:7"),
         ("aten.empty", None, "activations of layer, at a.py:7"),
         ("aten.mm", "weight", "activations weight"), ("aten.empty", "weight", "activations weight"),
     ],

@@ -143,6 +143,21 @@ def test_loaders_are_recorded_with_their_lines() -> None:
     }
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_after_an_evaluation_amid_its_epoch(workers: int) -> None:
+    """Each is there from when it yields: by the tensors that were made before."""
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        samples, kept = TensorDataset(torch.zeros(8)), []
+        begin = len(gpu.trace.events)
+        train, test = (DataLoader(samples, batch_size=size, num_workers=workers) for size in (4, 2))
+        for _ in train:
+            kept.append(torch.zeros(1, device="cuda"))
+            list(test)
+            kept.append(torch.zeros(1, device="cuda"))
+    found = [(one.batch_size, one.event - begin) for one in gpu.trace.loaders]
+    assert found == [(4, 0), (2, 1), (4, 2), (2, 3)]
+
+
 def test_a_loader_that_a_library_makes_of_another_has_its_line() -> None:
     """As accelerate does, whose loaders are those of the program wrapped."""
     text = "def wrap(loader):\n    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)\n"
