@@ -168,6 +168,23 @@ def test_a_model_may_call_its_parts_while_it_is_built(last_mib: int, num_replace
     assert weight in found and len(found.intersection(parts)) == num_replaced
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_another_model_is_what_is_live_of_it_where_memory_runs_out(is_freed: bool) -> None:
+    """64 MiB, and of the model before a part is gone."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight, part = b.parameter("weight", 25 * MIB), b.parameter("part", 16 * MIB)
+    for kind in (PhaseKind.FORWARD, PhaseKind.OPTIMIZER_STEP):
+        b.phase(kind)
+        b.use(weight, part)
+    b.free(part)
+    b.phase(PhaseKind.MODEL)
+    new = b.parameter("weight", 16 * MIB)
+    b.free(*[new] * is_freed)
+    b.use()
+    run_out(b)
+    assert find_replaced_models(b.context()) == ({weight} if not is_freed else set())
+
+
 def run_out(b: UsesBuilder) -> None:
     b.alloc(300 * MIB)
     b.trace.ended_out_of_memory = True

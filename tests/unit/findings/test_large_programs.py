@@ -18,6 +18,7 @@ from memprof.findings.proposals import (
     recurrence,
 )
 from memprof.findings.suggestions import Proposal
+from memprof.spec import TargetSpec
 from memprof.trace.events import EventKind, Forward, Holder, PhaseKind, Role
 from memprof.units import MIB
 from tests.unit.traces import TraceBuilder
@@ -141,6 +142,17 @@ def test_a_module_that_runs_again_and_again(num_calls: int, class_name: str, is_
         assert one.change.startswith("run each of the 16 calls of `func` (Func, ode.py:4) under torch.utils.checkpoint")
 
 
+def sample(b: TraceBuilder, class_name: str = "UNet", nodes: int = 2) -> None:
+    """Call a model at one line, which saves 1 MiB beside its result."""
+    begin = len(b.trace.events)
+    b.enter("", class_name)
+    b.new(MIB)
+    b.new(MIB)
+    b.leave()
+    end, line = len(b.trace.events), b._index(b.trace.sources, "sample.py:4 sample")
+    b.trace.forwards.append(Forward(begin, end, b.trace.events[begin].ref, line, True, nodes, ()))
+
+
 @pytest.mark.parametrize(
     ("num_calls", "class_name", "nodes", "begins_anew", "is_told"),
     [
@@ -159,19 +171,39 @@ def test_a_model_that_is_called_again_and_again_before_a_backward(
         if begins_anew and number == 1:
             b.phase(PhaseKind.BACKWARD)
             b.phase(PhaseKind.FORWARD)
-        begin = len(b.trace.events)
-        b.enter("", class_name)
-        b.new(MIB)
-        b.new(MIB)
-        b.leave()
-        end, line = len(b.trace.events), b._index(b.trace.sources, "sample.py:4 sample")
-        b.trace.forwards.append(Forward(begin, end, b.trace.events[begin].ref, line, True, nodes, ()))
+        sample(b, class_name, nodes)
     b.trace.ended_out_of_memory = True
     found = list(checkpointing.propose_calls_of_a_loop(b.context()))
     assert bool(found) == is_told
     for one in found:
         assert one.change.startswith(f"run each of the 16 calls of {class_name} at sample.py:4")
         assert sum(kind is EventKind.FREE for kind, _ in one.trace.events) == 16  # of two tensors, one is the result
+
+
+@pytest.mark.parametrize(
+    ("what", "is_told"),
+    [
+        ("", True),
+        ("no graph", False),
+        ("no training", False),
+        ("a model by name", False),
+        ("peak before the last call", False),
+        ("backward after the peak", True),
+    ],
+)
+def test_calls_whose_graphs_wait_at_the_peak_of_a_training(what: str, is_told: bool) -> None:
+    b = TraceBuilder(PhaseKind.FORWARD)
+    for number in range(16):
+        if number == 15 and what == "peak before the last call":
+            b.free(b.new(64 * MIB))
+        sample(b, nodes=0 if what == "no graph" else 2)
+    b.new(16 * MIB)
+    if what == "backward after the peak":
+        b.phase(PhaseKind.BACKWARD)
+    b.trace.trains, b.trace.may_train = what != "no training", what != "no training"
+    b.trace.ended_out_of_memory = True
+    context = b.context(spec=TargetSpec(model="x") if what == "a model by name" else None)
+    assert bool(list(checkpointing.propose_calls_of_a_loop(context))) == is_told
 
 
 def erode(num_rounds: int, *, other_mib: int = 0, path: str | None = None) -> TraceBuilder:

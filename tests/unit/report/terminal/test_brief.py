@@ -204,3 +204,26 @@ def test_where_a_line_is_to_be_changed_no_tables_follow(
     is_told = fits or severity is Severity.WARNING
     assert ("  after\n" in screen) is not (is_told and "stages" in hides)
     assert ("Largest at the peak" in screen) is (fits and "largest" not in hides)
+
+
+@pytest.mark.parametrize(
+    ("usable_mib", "severity", "is_decisive", "order"),
+    [
+        (80, Severity.WARNING, False, ["change", "fix"]),
+        (80, Severity.WARNING, True, ["fix", "change"]),
+        (80, Severity.ERROR, False, ["fix", "change"]),
+        (200, Severity.WARNING, False, ["fix", "change"]),
+    ],
+)
+def test_a_fix_comes_before_what_else_helps_if_it_is_of_a_cause(
+    usable_mib: int, severity: Severity, is_decisive: bool, order: list[str]
+) -> None:
+    """Beside another cause, which has no line to be changed."""
+    b = TraceBuilder()
+    b.trace.facts = Facts(device=DeviceFacts("A", usable_mib * MIB, usable_bytes=usable_mib * MIB))
+    b.alloc(100 * MIB)
+    cause = Finding("fragmentation", Severity.WARNING, "pieces", 50 * MIB, (), (), is_decisive=is_decisive)
+    fixed = Finding("run-failed", severity, "noticed", 50 * MIB, (Evidence("fix: fix"),), (), is_decisive=is_decisive)
+    whole = Finding("does-not-fit", Severity.ERROR, "", 0, (), (), suggestions=(suggest("change", 20),))
+    actions = list_actions(dataclasses.replace(analyze(b.trace), findings=[cause, fixed, whole]), None)
+    assert [action.text for action in actions if action.text in ("fix", "change")] == order

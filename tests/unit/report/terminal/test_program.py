@@ -24,8 +24,19 @@ from tests.unit.traces import TraceBuilder
     ],
 )
 def test_the_end_of_a_script(ended: str, steps: int, words: str) -> None:
+    assert words in heading(ProgramFacts(("a.py",), ended, None, steps, ()))
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(0, ""), (1, ", 1 training step"), (2, ", 2 training steps")])
+def test_steps_are_counted_where_there_are_any(steps: int, counted: str) -> None:
+    program = ProgramFacts(("a.py",), "exit", 3, steps, ())
+    assert f"a.py: ended by itself with exit code 3{counted} " in heading(program)
+
+
+def heading(program: ProgramFacts) -> str:
+    """What stands on the screen of a forward, on one line."""
     b = TraceBuilder()
-    b.trace.facts = Facts(device=DeviceFacts("A", 1 << 33), program=ProgramFacts(("a.py",), ended, None, steps, ()))
+    b.trace.facts = Facts(device=DeviceFacts("A", 1 << 33), program=program)
     b.phase(PhaseKind.FORWARD)
     b.free(b.new(1 << 20))
-    assert words in " ".join(to_text(render(analyze(b.trace), quiet=False)).split()) + " "
+    return " ".join(to_text(render(analyze(b.trace), quiet=False)).split()) + " "

@@ -308,13 +308,38 @@ def test_the_first_two_steps_have_no_number_where_memory_runs_out(document: Repo
     assert f"at train.py:4{after}. It needs" in to_text(render_verdict(setup, is_short=True))
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (PhaseKind.OPTIMIZER_STEP, ", in step 3"),
+        (PhaseKind.ZERO_GRAD, ", in step 3"),
+        (PhaseKind.BACKWARD, ""),
+    ],
+)
+def test_a_step_is_one_of_an_optimizer(document: Report, kind: PhaseKind, told: str) -> None:
+    out = {"oom_stage": "own code", "oom_step": 3, "oom_source": "train.py:4 <module>", "oom_callers": ()}
+    verdict = dataclasses.replace(document.verdict, fits=False, **out)
+    rows = (dataclasses.replace(document.stages[0], kind=kind),)
+    program = ProgramFacts(("a.py",), "refused", None, 3, ())
+    report = dataclasses.replace(document, verdict=verdict, program=program, stages=rows)
+    assert f"at train.py:4{told}. It needs" in to_text(render_verdict(report, is_short=True))
+
+
+@pytest.mark.parametrize(("steps", "words"), [(None, "; no end of its steps was seen"), (1200, " of about 1,200")])
+def test_a_run_that_grows_until_the_gpu_is_full(document: Report, steps: int | None, words: str) -> None:
+    verdict = dataclasses.replace(document.verdict, fits=False, growth=Growth(8 * MIB, 8 * MIB, 5, steps, 1100))
+    text = said(dataclasses.replace(document, verdict=verdict), 8 * GIB, None)
+    assert text.startswith(f"Does not fit: runs out of memory at about step 1,100{words}. The first 5 steps, ")
+
+
 @pytest.mark.parametrize("prefix", ["", "evaluation "])
 def test_a_layer_is_told_as_the_module_that_it_is(document: Report, prefix: str) -> None:
     out = {"oom_stage": f"{prefix}layer 3", "oom_step": 1, "oom_source": "train.py:4 <module>", "oom_callers": ()}
     verdict = dataclasses.replace(document.verdict, fits=False, **out)
     program = ProgramFacts(("a.py",), "refused", None, 1, ())
     row = dataclasses.replace(document.stages[0], name=out["oom_stage"], oom=True, stack="encoder.layer", index=3)
-    report = dataclasses.replace(document, verdict=verdict, program=program, stages=[row])
+    other = dataclasses.replace(row, oom=False, index=2)
+    report = dataclasses.replace(document, verdict=verdict, program=program, stages=[other, row])
     text = " ".join(to_text(render_verdict(report, is_short=True)).split())
     words = " of the evaluation" if prefix else ""
     assert text.startswith(f"Does not fit: out of memory at train.py:4, in module encoder.layer.3{words}. It needs")
