@@ -15,9 +15,12 @@ from memprof.trace.events import PhaseKind, Role, Storage
 from memprof.units import format_bytes
 
 MIN_IMAGE_DIMS = 4  # of a batch of images, which may be cropped in training
+MIN_SEQUENCE_DIMS = 3  # of a batch of sequences of features or frames, which may be shorter in training
 
 _FIX = "evaluate in batches as small as those of training, and put the results together on the host"
 _FIX_OF_LARGER_SAMPLES = "evaluate at most {} at a time, no larger than a batch of training"
+_FIX_OF_LONGER_SAMPLES = "evaluate each in slices of at most {:,} of its {:,} along dimension 1, as many as in training"
+_FIX_OF_LARGER_IMAGES = "evaluate each image in tiles, no larger than a batch of training, or make it smaller"
 
 
 @rule(59)
@@ -42,9 +45,8 @@ def find(context: Context) -> list[Finding]:
     if batch is None or lifetimes.deaths[batch] <= ledger.peak_event:  # what comes after the batch decides the peak
         return []
     storage = trace.storages[batch]
-    counterparts = [
-        index for index in _list_training_inputs(context, inputs) if _is_alike(trace.storages[index], storage)
-    ]
+    alike = [index for index in inputs if _is_alike(trace.storages[index], storage)]
+    counterparts = _list_training_inputs(context, alike)
     if not counterparts:
         return []
     of_one_size = [index for index in counterparts if trace.storages[index].shape[1:] == storage.shape[1:]]
@@ -55,13 +57,12 @@ def find(context: Context) -> list[Finding]:
     if times < MIN_TIMES or not is_large(context, ledger.peak_bytes - other_bytes):
         return []
     line, usual_shape = trace.source_line(storage), format_shape(trace.storages[usual].shape)
-    samples = plural(max(1, int(storage.shape[0] / times)), "sample")
     title = (
         f"A batch of the evaluation is {format_shape(storage.shape)} ({file_and_line(line)}), one of training "
         f"{usual_shape}; training allocates at most {format_bytes(other_bytes)}"
     )
     evidence = (
-        fix_at(line, _FIX if of_one_size else _FIX_OF_LARGER_SAMPLES.format(samples)),
+        fix_at(line, _FIX if of_one_size else _describe_fix(storage, trace.storages[usual])),
         tensor_evidence(trace, batch, f"in evaluation: {format_shape(storage.shape)} {storage.dtype}"),
         tensor_evidence(trace, usual, f"in training: {usual_shape} {storage.dtype}"),
     )
@@ -73,20 +74,42 @@ def find(context: Context) -> list[Finding]:
 
 
 def _is_alike(one: Storage, other: Storage) -> bool:
-    """Return whether samples of two batches are alike: equally large, or images of equally many channels."""
-    are_images = len(one.shape) == len(other.shape) >= MIN_IMAGE_DIMS and one.shape[1] == other.shape[1]
-    return one.dtype == other.dtype and (one.shape[1:] == other.shape[1:] or are_images)
+    """Return whether samples of two batches are alike: equally large, or images of equally many channels, or sequences
+    of features that are equally large."""
+    num_dims = len(one.shape)
+    if one.dtype != other.dtype or num_dims != len(other.shape):
+        return False
+    are_images = num_dims >= MIN_IMAGE_DIMS and one.shape[1] == other.shape[1]
+    return one.shape[1:] == other.shape[1:] or are_images or _are_sequences(one, other)
+
+
+def _are_sequences(one: Storage, other: Storage) -> bool:
+    """Return whether two batches have sequences whose features are equally large."""
+    return len(one.shape) >= MIN_SEQUENCE_DIMS and one.shape[2:] == other.shape[2:]
+
+
+def _describe_fix(batch: Storage, usual: Storage) -> str:
+    """Return the change of an evaluation's `batch` of larger samples, which makes it as large as the `usual` one."""
+    samples = batch.shape[0] * usual.num_bytes // batch.num_bytes
+    if samples:
+        return _FIX_OF_LARGER_SAMPLES.format(plural(samples, "sample"))
+    if not _are_sequences(batch, usual):
+        return _FIX_OF_LARGER_IMAGES
+    length = max(1, batch.shape[0] * batch.shape[1] * usual.num_bytes // batch.num_bytes)
+    return _FIX_OF_LONGER_SAMPLES.format(length, batch.shape[1])
 
 
 def _list_training_inputs(context: Context, inputs: Iterable[int]) -> list[int]:
-    """Return those of `inputs` that are live when a forward of training begins."""
+    """Return the largest of `inputs` that are live when a forward of training begins, by the forward."""
     begins = [time for time, phase in context.phases if phase.kind is PhaseKind.FORWARD and phase.step]
-    births, deaths = context.lifetimes.births, context.lifetimes.deaths
-    return [
-        index
-        for index in inputs
-        if bisect.bisect_left(begins, births[index]) < bisect.bisect_left(begins, deaths[index])
-    ]
+    births, deaths, storages = context.lifetimes.births, context.lifetimes.deaths, context.ledger.trace.storages
+    largest: dict[int, int] = {}  # of several images of one sample
+    for index in inputs:
+        forward = bisect.bisect_left(begins, births[index])
+        if forward < bisect.bisect_left(begins, deaths[index]):
+            best = largest.get(forward, index)
+            largest[forward] = index if storages[index].num_bytes > storages[best].num_bytes else best
+    return list(largest.values())
 
 
 def _find_peak_outside_evaluations(context: Context) -> int:

@@ -56,6 +56,8 @@ class Phases:
         self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
         self.trains = False  # whether a model was called with gradients
         self.updates_parameters_manually = False  # whether the program has updated parameters without a torch optimizer
+        # Models that were called with gradients in training mode.
+        self._trained_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Called before a module with parameters is called from outside all others.
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         self.num_forwards = 0  # calls of models so far, from outside all others
@@ -129,7 +131,10 @@ class Phases:
         is_behind_step = not trains and self._has_step_ended and _has_trainable_parameters(module)
         self.has_evaluated = self.has_evaluated or not module.training or is_behind_step
         self.before_forward(module)
-        self.trains = self.trains or (trains and _has_trainable_parameters(module))
+        if trains and _has_trainable_parameters(module):
+            self.trains = True
+            if module.training:
+                self._trained_models.add(module)
         if trains and self._has_run_backward and not self.optimizers and not self._has_step_ended:
             self._end_step(None)
         if self._has_step_ended and (trains or (self.step == 0 and not self.optimizers)):
@@ -139,7 +144,7 @@ class Phases:
             self._num_generate_calls += 1
             if self._get_current_phase().kind is PhaseKind.DECODE:
                 return
-        elif not trains and not module.training and self._has_trained_parameters(module):
+        elif not trains and not module.training and (self._has_trained_parameters(module) or self._are_evaluated()):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
@@ -157,6 +162,11 @@ class Phases:
         if not stepped_parameter_ids:
             return bool(self.num_backwards and _has_trainable_parameters(module))
         return any(id(parameter) in stepped_parameter_ids for parameter in module.parameters())
+
+    def _are_evaluated(self) -> bool:
+        """Return whether all models that are trained in training mode are in eval mode: another one that is called then
+        is part of their evaluation, as a teacher that is scored beside its student."""
+        return bool(self._trained_models) and not any(model.training for model in self._trained_models)
 
     def record_backward_begin(self) -> None:
         """Record that a backward pass begins."""

@@ -73,7 +73,9 @@ def test_half_as_large_again_as_in_training(rows: int, *, is_told: bool) -> None
         ((8, 3, 256, 256), (8, 3, 128, 128), True),
         ((8, 1, 256, 256), (8, 3, 128, 128), False),
         ((8, 3, 65536), (8, 3, 128, 128), False),
-        ((8, 3, 65536), (8, 3, 16384), False),  # no images
+        ((8, 3, 65536), (8, 3, 16384), False),  # no images, no sequences
+        ((8, 16384, 3), (8, 4096, 3), True),
+        ((8, 16384), (8, 4096), False),
     ],
 )
 def test_images_that_training_crops(shape: tuple[int, ...], usual: tuple[int, ...], *, is_told: bool) -> None:
@@ -93,6 +95,34 @@ def test_images_that_training_crops(shape: tuple[int, ...], usual: tuple[int, ..
     finding = found(b)
     assert (finding is not None) == is_told
     assert finding is None or "samples at a time" in finding.evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("shape", "usual", "figures"),
+    [
+        ((4, 3, 256, 256), (8, 3, 128, 128), "at most 2 samples"),
+        ((8, 3, 256, 256), (4, 3, 128, 128), "at most 1 sample "),
+        ((1, 3, 256, 256), (2, 3, 128, 128), "in tiles"),
+        ((1, 190, 3, 300), (1, 48, 3, 300), "at most 48 of its 190 "),
+        ((2, 190, 3, 300), (3, 48, 3, 300), "at most 144 of its 190 "),
+    ],
+)
+def test_what_is_as_large_as_a_batch_of_training(shape: tuple[int, ...], usual: tuple[int, ...], figures: str) -> None:
+    """Two images of the sample, of which the larger one counts."""
+    b = TraceBuilder()
+    for step in (1, 2, 3):
+        small = b.new(*usual[:2], *(size // 2 for size in usual[2:]), owner=(Role.INPUT, ""))
+        batch = b.new(*usual, op="aten._to_copy", owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(batch, small)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+    b.phase(PhaseKind.OTHER)
+    b.new(*shape, op="aten._to_copy", line=LINE, owner=(Role.INPUT, ""))
+    b.phase(PhaseKind.EVALUATION)
+    b.alloc(200 * MIB)
+    finding = found(b)
+    assert finding is not None and figures in finding.evidence[0].text
+    assert f"[{' x '.join(map(str, usual))}]" in finding.title
 
 
 def test_a_batch_that_is_gone_does_not_decide_the_peak() -> None:

@@ -363,6 +363,22 @@ def test_a_teacher_is_not_evaluated() -> None:
     assert evaluations and min(evaluations) > max(n for n, stage in enumerate(stages) if stage.name == "backward")
 
 
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_teacher_beside_its_student_is_evaluated_where_that_is(is_evaluated: bool) -> None:
+    def program() -> None:
+        student, teacher = Block().cuda(), Block().cuda().eval()
+        optimizer = torch.optim.SGD(student.parameters())
+        x = torch.randn(64, 64, device="cuda")
+        for _ in range(2):
+            student(x).mean().backward()
+            optimizer.step()
+        student.train(not is_evaluated)
+        with torch.no_grad():
+            teacher(x)
+
+    assert any(stage.name.startswith("evaluation") for stage in run(program).stages) == is_evaluated
+
+
 def test_what_a_forward_between_steps_is_followed_by_is_no_loss() -> None:
     def program() -> None:
         model = Block().cuda()
