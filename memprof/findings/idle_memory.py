@@ -270,7 +270,8 @@ def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
         return f"{cleared}, or put no cache on a method of it, which keeps `self`"
     if holder is not None and holder.kind in CONTAINERS:
-        return f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
+        moved = f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
+        return f"{moved}; delete its optimizer" if has_state else moved
     what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
     if holder is not None and holder.name.isidentifier() and not has_state:
         return f"delete the model after its last use (`del {holder.name}`), or move it to host memory (.cpu())"
