@@ -683,25 +683,6 @@ def test_what_parts_of_a_model_are_called_beside_is_told_once() -> None:
     only(evaluation_accumulates.find(b.context()))
 
 
-@pytest.mark.parametrize(
-    ("trains", "num_outputs", "what"),
-    [
-        (True, 1, "what the metric needs of it (such as its argmax)"),
-        (True, 0, "what is needed of it later"),  # made inside of the model, as hooks keep it
-        (False, 1, "what is needed of it later"),
-    ],
-)
-def test_what_a_metric_needs_is_of_the_outputs_of_a_model_that_is_trained(
-    trains: bool, num_outputs: int, what: str
-) -> None:
-    b = accumulated(num_outputs=num_outputs)
-    b.trace.trains = trains
-    b.trace.last_uses = [forward.end for forward in b.trace.forwards for _ in range(2)]
-    b.trace.holders.append(OUTPUTS._replace(storages=(0, 2)))
-    fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
-    assert f"keep of each batch only {what}, in host memory" in fix.text
-
-
 @pytest.mark.parametrize(("fills", "words"), [(True, "keep of each batch only"), (False, "move this to host memory")])
 def test_what_another_object_keeps_is_moved_before_it_is_given(fills: bool, words: str) -> None:
     b = accumulated()
