@@ -1,4 +1,5 @@
-"""Rule `later-step`: a step needs more than all before it, as it does something for the first time."""
+"""Rule `later-step`: a step needs more than all before it, as it does something for the first time, or what runs after
+it does."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from memprof.findings.groups import fix_at
 from memprof.findings.idle_storages import find_phase
 from memprof.findings.suggestions import list_fix_names, suggest
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import NONE, Forward
+from memprof.trace.events import NONE, Forward, PhaseKind
 from memprof.units import format_bytes
 
 MIN_EARLIER_STEPS = 2
 MIN_SHARE = 0.25  # of the peak: what the step allocates beyond all steps before it
 MIN_LINE_SHARE = 0.05  # of the peak: what a new line has made there; its backward takes more
 MIN_TIMES = 1.5  # as many autograd nodes in a call as in the steps before
+MIN_CALLS = 2  # with gradients, by one line: their graphs add up until a backward
 
 
 @rule(56)
@@ -36,9 +38,11 @@ def find(context: Context) -> list[Finding]:
     call = find_call_at(ledger.trace, ledger.peak_event)
     if call is not None and not call.nodes:  # which trains nothing: an evaluation in training mode, samples
         return []
-    step = find_phase(context.phases, ledger.peak_event).step
+    phase, steps = find_phase(context.phases, ledger.peak_event), list_training_steps(ledger.trace, allocated)
+    step = phase.step
     # One of several optimizers may have ended this step before the peak.
-    earlier = [one for one in list_training_steps(ledger.trace, allocated) if one.step < step]
+    is_after = phase.kind is PhaseKind.OTHER and any(one.step == step and one.end <= ledger.peak_event for one in steps)
+    earlier = [one for one in steps if one.step < step + is_after]
     if len(earlier) < MIN_EARLIER_STEPS or larger_batch.find(context):
         return []
     begin = earlier[-1].end
@@ -46,16 +50,20 @@ def find(context: Context) -> list[Finding]:
     more_bytes = ledger.peak_bytes - allocated[begin - 1] - most
     if more_bytes < MIN_SHARE * ledger.peak_bytes:
         return []
-    reason = _describe_new_line(context, begin) or _describe_larger_graph(context, begin)
+    reason = _describe_new_line(context, begin, is_after=is_after)
+    if reason is None and not is_after:
+        reason = _describe_larger_graph(context, begin)
     if reason is None:
         return []
     if not context.lifetimes.at_peak.isdisjoint(find_covered_storages(context) | find_kept_storages(context)):
         return []  # evaluations have findings of their own
     text, *fix = reason
     earlier_bytes = max(one.peak_bytes for one in earlier)
+    peak_text, earlier_text = format_bytes(ledger.peak_bytes), format_bytes(earlier_bytes)
     title = (
-        f"Step {step} allocates {format_bytes(ledger.peak_bytes)}, the steps before it {format_bytes(earlier_bytes)} "
-        f"at most: {text}"
+        f"{peak_text} are allocated after step {step}, {earlier_text} at most in the steps: {text}"
+        if is_after
+        else f"Step {step} allocates {peak_text}, the steps before it {earlier_text} at most: {text}"
     )
     has_room = context.usable_bytes is not None and earlier_bytes <= context.usable_bytes
     severity = Severity.NOTE if ledger.run.fits else Severity.WARNING
@@ -67,9 +75,9 @@ def find(context: Context) -> list[Finding]:
     ]
 
 
-def _describe_new_line(context: Context, begin: int) -> tuple[str, Evidence] | None:
+def _describe_new_line(context: Context, begin: int, *, is_after: bool) -> tuple[str, Evidence] | None:
     """Return words for the line that makes most at the peak, of those that run from the event `begin` on for the first
-    time, with the change; None if none makes much."""
+    time, with the change; None if none makes much. `is_after`: after a step, such as an export."""
     trace, births = context.ledger.trace, context.lifetimes.births
     known = set(_list_lines(context, (index for index, birth in enumerate(births) if birth < begin)))
     made: Counter[int] = Counter()
@@ -82,8 +90,16 @@ def _describe_new_line(context: Context, begin: int) -> tuple[str, Evidence] | N
     if num_bytes < MIN_LINE_SHARE * context.ledger.peak_bytes:
         return None
     line = trace.source_at(source)
-    fix = "run it for a part of the batch, or give it a backward of its own"
-    return f"it is the first that runs {file_and_line(line)}", fix_at(line, fix)
+    if is_after:
+        return f"{file_and_line(line)} runs for the first time", fix_at(line, "compute it in parts, or in host memory")
+    fix = "for a part of the batch, or give it a backward of its own"
+    calls = [
+        one for one in trace.list_calls() if one.begin >= begin and one.nodes and source in (one.source, one.caller)
+    ]
+    backwards = [time for time, phase in context.phases if phase.kind is PhaseKind.BACKWARD and time >= begin]
+    if len(calls) >= MIN_CALLS and not any(time > calls[0].begin for time in backwards):
+        fix = f"under torch.no_grad() if no backward follows, else {fix}"
+    return f"it is the first that runs {file_and_line(line)}", fix_at(line, f"run it {fix}")
 
 
 def _list_lines(context: Context, storages: Iterable[int]) -> Iterable[int]:

@@ -43,6 +43,41 @@ def test_the_line_that_runs_for_the_first_time_and_what_it_makes() -> None:
     assert finding.evidence[0].source == PENALTY
 
 
+def test_what_runs_after_a_step_is_none_of_it() -> None:
+    """As the export of what was trained: the last step is one of those before it."""
+    b = steps(0, 0, 40 * MIB)
+    b.phase(PhaseKind.OTHER, 3)
+    b.alloc(200 * MIB, line="x/train.py:12 export")
+    finding = found(b, 100 * MIB)
+    assert finding is not None
+    assert finding.title == (
+        "200.00 MiB are allocated after step 3, 100.00 MiB at most in the steps: x/train.py:12 runs for the first time"
+    )
+    assert "in parts, or in host memory" in finding.evidence[0].text and finding.is_decisive
+
+
+@pytest.mark.parametrize(("calls", "nodes", "has_backward", "is_told"), [
+    (2, 9, False, True), (1, 9, False, False), (2, 9, True, False),
+])  # fmt: skip
+def test_calls_with_gradients_add_up_until_a_backward(
+    calls: int, nodes: int, has_backward: bool, is_told: bool
+) -> None:
+    """As samples after a step, without torch.no_grad()."""
+    b = steps(0, 0)
+    b.trace.modules.append(Module("", "Net", ModuleRole.ROOT, ""))
+    b.phase(PhaseKind.FORWARD, 3)
+    for _ in range(calls):
+        begin = len(b.trace.events)
+        made = b.alloc(100 * MIB, line=PENALTY)
+        source = b.trace.storages[made].source
+        b.trace.forwards.append(Forward(begin, begin + 1, 0, source, True, nodes, ()))
+    if has_backward:
+        b.phase(PhaseKind.BACKWARD, 3)
+    b.alloc(MIB, line=PENALTY)
+    finding = found(b, 100 * MIB)
+    assert finding is not None and ("torch.no_grad()" in finding.evidence[0].text) == is_told
+
+
 def test_the_steps_before_it_have_the_most_of_any_of_them() -> None:
     finding = found(steps(0, 0, 0, 40 * MIB, held=2 * MIB), 63 * MIB)
     assert finding is not None and "Step 4 allocates 106.00 MiB, the steps before it 64.00 MiB" in finding.title
