@@ -317,15 +317,24 @@ def is_running_sum(holder: Holder) -> bool:
 
 def list_equal_sums(context: Context, holder: Holder | None, leaks: list[LeakGroup]) -> list[Holder]:
     """Return the other running sums whose graphs span as many steps as that of `holder`. Any of these may keep what the
-    graph of `holder` is said to: those of `leaks` that it does not have itself."""
+    graph of `holder` is said to: those of `leaks` that it does not have itself. Without any: those of the same object
+    that were found after it, which keep a graph each."""
     trace = context.ledger.trace
-    if holder is None or not is_running_sum(holder) or find_holder_keys(trace, holder).issuperset(k.key for k in leaks):
+    if holder is None or not is_running_sum(holder):
         return []
-    return [
+    if leaks and find_holder_keys(trace, holder).issuperset(k.key for k in leaks):
+        return []
+    known = find_step_leaks(context)
+    others = [
         other
-        for other, own in find_step_leaks(context).items()
+        for other, own in known.items()
         if other not in (None, holder) and not own and is_running_sum(other) and other.node_steps == holder.node_steps
     ]
+    if leaks:
+        return others
+    places, owner = {one: place for place, one in enumerate(known)}, holder.name.rpartition(".")[0]
+    alike = [one for one in others if owner and one.name.rpartition(".")[0] == owner]
+    return [one for one in alike if places[one] > places[holder]]
 
 
 def describe_holder(holder: Holder) -> str:

@@ -153,7 +153,7 @@ def _make_finding(
         "memory-growth",
         severity,
         # Of a run that memory ended too: the steps that would follow add as much as these.
-        _format_title(trace, named, leaks, word="and" if carried else "or"),
+        _format_title(trace, named, leaks, word="and" if carried or not leaks else "or"),
         num_bytes,
         tuple(evidence),
         (),
@@ -405,6 +405,15 @@ def _make_fix_evidence(trace: Trace, holder: Holder | None, kept_bytes: int, uni
         fix = f"keep .detach().clone() or .detach().cpu() of it: {view}"
     elif kept_bytes >= MIN_STEP_BYTES:
         fix = f"keep the tensors of each {unit} in host memory (.detach().cpu()), or drop those that are not needed"
+    elif _is_sum_of_vectors(trace, holder):
+        fix = "keep the tensor without its graph (.detach())"
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)
+
+
+def _is_sum_of_vectors(trace: Trace, holder: Holder | None) -> bool:
+    """Return whether `holder` is a running sum, and its tensors are no numbers."""
+    if holder is None or not is_running_sum(holder) or not holder.storages:
+        return False
+    return all(trace.storages[index].shape for index in holder.storages)

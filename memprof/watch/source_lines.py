@@ -13,6 +13,9 @@ from types import CodeType
 
 _FILLING_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
 
+# Methods of tensors that compute a value in place, from itself or from others; not those that only begin it.
+_IN_PLACE_METHODS = r"(?:add|sub|mul|div|lerp|copy|addcmul|addcdiv|index_add|index_copy|index_put|scatter|scatter_add)_"
+
 # Instructions that assign to a variable; Python 3.13 joins two, with the names of both.
 _STORES = (
     "STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_STORE_FAST", "STORE_FAST_LOAD_FAST",
@@ -96,6 +99,7 @@ def find_fill_line(
         rf"{name_regex}(?:\[[^\]]*\])*\.(?:{_FILLING_METHODS})\(",
         rf"{name_regex}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
         rf"{name_regex}\s*(?:\+|\|)=",
+        rf"{name_regex}\.{_IN_PLACE_METHODS}\(",
     )
     assigning_patterns = (
         # A line that detaches the earlier value of a state is not the one that carries its graph on.

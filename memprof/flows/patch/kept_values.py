@@ -9,6 +9,7 @@ from memprof.findings.edits import EditKind
 from memprof.flows.patch.source import Change, NoPatchError, Source
 
 _FILLING_METHODS = ("append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put")
+_IN_PLACE_METHODS = ("add_", "copy_", "lerp_")  # of tensors: what they add is their first argument
 _SUFFIXES = {
     EditKind.KEEP_NUMBER: ".item()",
     EditKind.KEEP_DETACHED: ".detach()",
@@ -85,6 +86,8 @@ def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
         method = call.func if isinstance(call.func, ast.Attribute) else None
         if method and method.attr in _FILLING_METHODS and _find_variable(method.value) == variable:
             yield call.args[-1]
+        elif method and method.attr in _IN_PLACE_METHODS and _find_variable(_find_changed(method.value)) == variable:
+            yield call.args[0]
     elif isinstance(statement, ast.AugAssign) and _find_variable(statement.target) == variable:
         yield statement.value
     elif (parts := _split_assignment(statement, variable)) is not None:
@@ -93,6 +96,13 @@ def find_values(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:
             yield value.right
         elif not reads and not _assigns_several(statement):
             yield value
+
+
+def _find_changed(node: ast.expr) -> ast.expr:
+    """Return the tensor that methods in place change: `a` of `a.mul_(0.9)`, which return it; `node` for others."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+        node = node.func.value
+    return node
 
 
 def _find_earlier(statement: ast.stmt, variable: str) -> Iterator[ast.expr]:

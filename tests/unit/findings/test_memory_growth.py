@@ -169,6 +169,24 @@ def test_of_equal_sums_any_may_keep_what_was_saved(node_steps: int) -> None:
     assert (finding.edit is None) == (node_steps > 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "node_steps", "is_joined"), [("net.0.var", 3, True), ("net.1.var", 3, False), ("net.0.var", 2, False)]
+)
+def test_sums_of_one_object_that_keep_nothing_on_the_gpu_are_told_together(
+    name: str, node_steps: int, is_joined: bool
+) -> None:
+    b = TraceBuilder()
+    weight = b.parameter("weight", 100)
+    steps(b, 3, lambda step: None)
+    mean = LOSSES._replace(kind="", name="net.0.mean", nodes=60, node_steps=3, storages=(weight,))
+    b.trace.holders += [mean, mean._replace(name=name, source="/x/net.py:8 forward", node_steps=node_steps)]
+    first, *others = found(b)
+    assert len(others) == (not is_joined)
+    assert ("`net.0.mean` (x/train.py:9) and attribute `net.0.var` (x/net.py:8)" in first.title) == is_joined
+    fixes = [one for one in first.evidence if one.text.startswith("fix at ")]
+    assert len(fixes) == 1 + is_joined and all("detach" in one.text and ".item" not in one.text for one in fixes)
+
+
 def test_joined_tensors() -> None:
     b = TraceBuilder()
     b.parameter("weight", 100)

@@ -500,6 +500,13 @@ class RunningMean(nn.Linear):
         return y
 
 
+class MeanInPlace(RunningMean):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.Linear.forward(self, x)
+        self.mean.mul_(0.9).add_(0.1 * y.mean(0))  # kept
+        return y
+
+
 def train(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(4):
@@ -518,6 +525,11 @@ def test_a_buffer_is_named_by_its_path(make: Callable[[], nn.Module], name: str)
     holder = only(run(lambda: train(make().cuda())))
     assert (holder.kind, holder.name, holder.node_steps) == ("", name, 3)
     assert holder.source is not None and holder.source.startswith(line_of(RunningMean))
+
+
+def test_a_buffer_is_changed_where_a_method_adds_to_it() -> None:
+    holder = only(run(lambda: train(MeanInPlace().cuda())))
+    assert holder.fills and (holder.source or "").startswith(line_of(MeanInPlace))
 
 
 def test_graphs_are_counted() -> None:

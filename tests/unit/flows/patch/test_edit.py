@@ -129,6 +129,7 @@ KEPT = {
     "a list": (HOST, "x.append([y.clone() for y in z])  # <-\n", ".clone()", ".clone().detach().cpu()"),
     "a dict": (HOST, "x.append({'a': y, 'b': 1, 'c': y.item()})  # <-\n", "'a': y", "'a': y.detach().cpu()"),
     "a dict that is computed": (HOST, "x.append({n: y.clone() for n, y in z})  # <-\n", "e()", "e().detach().cpu()"),
+    "in place": (DETACHED, "m.x.mul_(0.9).add_(y.mean())  # <-\n", "y.mean())", "y.mean().detach())"),
     "an earlier value": (DETACHED, "x = f(y, x)  # <-\nx.sum().backward()\n", "y, x)", "y, x.detach())"),
     "an average": (NUMBER, "x = y if x is None else 0.9 * x + y  # <-\n", "* x", "* x.detach()"),
 }  # fmt: skip
