@@ -149,18 +149,16 @@ def find_replaced_models(context: Context) -> frozenset[int]:
         if owner.role is Role.PARAMETER and trace.storages[index].device == trace.device
     ]
     parameters.sort(key=lambda index: births[index])
-    replaced_at = last_model_at = 0
-    last_use = NONE
+    replaced_at, last_use = 0, NONE
     new_bytes = context.lifetimes.sum_bytes(index for index in parameters if deaths[index] == len(trace.events))
     for index in parameters:
         # A model may call parts of itself while it is built: what follows is little, and no model.
-        if last_model_at <= last_use < births[index]:
-            last_model_at = births[index]
-            replaced_at = last_model_at if new_bytes >= MIN_BYTES else replaced_at
+        if replaced_at <= last_use < births[index] and new_bytes >= MIN_BYTES:
+            replaced_at = births[index]
         last_use = max(last_use, used.get(index, NONE))
         new_bytes -= context.lifetimes.sum_bytes([index]) if deaths[index] == len(trace.events) else 0
     computing = [time for time, phase in phases if phase.kind.computes and time < replaced_at]
-    if not replaced_at or len(computing) < MIN_MODEL_PHASES:
+    if len(computing) < MIN_MODEL_PHASES:
         return frozenset()
     return frozenset(index for index, event in used.items() if event < replaced_at < deaths[index])
 
