@@ -50,9 +50,9 @@ def find(context: Context) -> list[Finding]:
     more_bytes = ledger.peak_bytes - allocated[begin - 1] - most
     if more_bytes < MIN_SHARE * ledger.peak_bytes:
         return []
-    reason = _describe_new_line(context, begin, is_after=is_after)
-    if reason is None and not is_after:
-        reason = _describe_larger_graph(context, begin)
+    reason = _describe_new_line(context, begin, is_after=is_after) or (
+        None if is_after else _describe_larger_graph(context, begin)
+    )
     if reason is None:
         return []
     if not context.lifetimes.at_peak.isdisjoint(find_covered_storages(context) | find_kept_storages(context)):
