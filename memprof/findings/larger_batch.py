@@ -110,8 +110,8 @@ def _find_growing(context: Context) -> Finding | None:
         f"({file_and_line(line)}); step {min(by_step)} allocates at most {format_bytes(first_bytes)}"
     )
     fix = (
-        "give each step only its own rows: slice data[begin:end], not data[:end], or empty the list that they are "
-        "taken from after each"
+        "check that each step takes only its own rows (data[begin:end], not data[:end]; a list that is emptied after "
+        "each), or limit their number"
     )
     evidence = (
         fix_at(line, fix),
