@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from typing import NamedTuple
 
 from memprof.allocator import MemoryNeeds
@@ -23,8 +23,6 @@ from memprof.units import format_bytes
 MIN_BYTES = 64 << 10  # per call: less is a decoder's tokens, or a metric
 
 WARNING_BYTES = 1 << 20  # per call: less is only a note
-
-MAX_NAMES = 2  # of what keeps tensors, in the breakdown
 
 TRAINER = "transformers/trainer"  # in the paths of its Trainer
 _MOVING = "aten._to_copy"
@@ -195,6 +193,7 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
         )
         evidence.append(Evidence(text, source=source))
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
+    seen = [holder for holder in holders if holder is not None]
     largest = max(holders, key=lambda holder: _sum_bytes_per_call(holders[holder]))
     edit = make_holder_edit(trace, largest, EditKind.KEEP_OUTPUTS_ON_HOST) if has_host_memory(context) else None
     return Finding(
@@ -206,14 +205,8 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
         (),
         is_decisive=is_decisive(context, needs),
         edit=edit,
-        culprit=None if largest is None else Culprit(_name_holders(holders), frozenset(kept_storages)),
+        culprit=None if largest is None else Culprit(growth.name_holders(seen), frozenset(kept_storages)),
     )
-
-
-def _name_holders(holders: Iterable[Holder | None]) -> str:
-    """Return the holders that were seen as words, such as "list `preds` and list `labels`"."""
-    names = [growth.describe_holder(holder) for holder in holders if holder is not None]
-    return " and ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES)
 
 
 def _compute_needs(context: Context, kept: set[int], end: int) -> MemoryNeeds | None:

@@ -37,6 +37,8 @@ MIN_STEPS = 3
 MAX_SHOWN = 6  # kinds of tensors in the evidence
 MAX_NAMED = 3  # holders in a title, of which the last stands for all others
 
+MAX_NAMES, MAX_NAME_LENGTH = 2, 52  # of holders in a row of the breakdown; of both together, in characters
+
 MAX_NAMED_ITEMS = 2  # of one container: more are named together
 
 # Rises of the number of recreated counterparts: two may be batches that happen to have more parts. Also of a curve that
@@ -343,6 +345,14 @@ def describe_holder(holder: Holder) -> str:
     if holder.is_cycle:
         return f"a {kind}, {holder.name}"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
+
+
+def name_holders(holders: Iterable[Holder]) -> str:
+    """Return several holders as words, such as "list `preds` and list `labels`"; of more than MAX_NAMES, or of names
+    that are too long for a row of a table, the first ones and the number of others."""
+    names = [describe_holder(holder) for holder in holders]
+    num_shown = MAX_NAMES if sum(map(len, names[:MAX_NAMES])) <= MAX_NAME_LENGTH else 1
+    return " and ".join(names[:num_shown]) + f" and {len(names) - num_shown} more" * (len(names) > num_shown)
 
 
 def format_holders(*holders: Holder | None, word: str = "and") -> str:

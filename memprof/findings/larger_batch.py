@@ -58,7 +58,10 @@ def find(context: Context) -> list[Finding]:
         f"{format_shape(usual.shape)}; {'steps up to that' if is_cut else 'the other steps'} allocate at most "
         f"{format_bytes(other_bytes)}"
     )
-    what = "the size of the images" if len(storage.shape) > 3 else "the length (drop, cut or split long samples)"
+    # Images differ in height and width, spectrograms in their length alone.
+    num_larger = sum(more > few for more, few in zip(storage.shape[1:], usual.shape[1:], strict=True))
+    are_images = len(storage.shape) > 3 and num_larger != 1
+    what = "the size of the images" if are_images else "the length (drop, cut or split long samples)"
     evidence: list[Evidence] = [
         fix_at(line, f"use a smaller batch size, or limit {what}"),
         tensor_evidence(trace, found.storage, f"step {found.step}: {format_shape(storage.shape)} {storage.dtype}"),

@@ -35,6 +35,7 @@ from memprof.findings.growth import (
     is_running_sum,
     leak_evidence,
     list_equal_sums,
+    name_holders,
 )
 from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, GrowthUntilPeak, find_growth_until_peak
 from memprof.findings.idle_storages import find_phase
@@ -168,7 +169,7 @@ def _name_culprit(holder: Holder | None, leaks: list[LeakGroup], carried: Sequen
     storages = frozenset(index for leak in leaks for index in leak.storages)
     if holder is None or holder.is_cycle:
         return None
-    return Culprit(" and ".join(map(describe_holder, carried or [holder])), storages)
+    return Culprit(name_holders(carried or [holder]), storages)
 
 
 def _are_mostly(context: Context, leaks: list[LeakGroup], storages: Collection[int]) -> bool:

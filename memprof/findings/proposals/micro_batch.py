@@ -147,9 +147,11 @@ def find_batch_size(context: Context) -> int | None:
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
     sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
-    if len(sizes) > 1 and (loaders := _list_loaders(context)):  # crops or frames of each sample, as rows
-        size = loaders[-1].batch_size
-        return size if size > 1 and all(rows % size == 0 for rows in sizes) else None
+    yielded = [loader.batch_size for loader in _list_loaders(context)]
+    if sizes and yielded and sizes.isdisjoint(yielded if len(sizes) == 1 else ()):
+        size = yielded[-1]  # crops, frames or both of a pair are rows of one sample
+        if size > 1 and all(rows % size == 0 for rows in sizes):
+            return size
     return sizes.pop() if len(sizes) == 1 else None
 
 

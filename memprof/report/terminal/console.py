@@ -118,7 +118,7 @@ class _FittedTable(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         dropped_headers: list[str] = []
         yield from Table.__rich_console__(self._fit_columns(console, options, dropped_headers), console, options)
-        if any(name.strip() for name in dropped_headers):
+        if self.show_header and any(name.strip() for name in dropped_headers):
             yield dim(layout.note_dropped_columns(dropped_headers))
 
     def _fit_columns(self, console: Console, options: ConsoleOptions, dropped_headers: list[str]) -> Table:

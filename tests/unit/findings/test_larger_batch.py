@@ -95,6 +95,20 @@ def test_images_have_a_size_and_texts_a_length(row: tuple[int, ...], word: str) 
     assert finding is not None and word in finding.evidence[0].text
 
 
+@pytest.mark.parametrize(("large", "word"), [((512, 600), "the length"), ((600, 600), "size of the images")])
+def test_spectrograms_differ_in_their_length(large: tuple[int, int], word: str) -> None:
+    b = TraceBuilder()
+    b.parameter("weight", WEIGHT // 4)
+    for step, size in enumerate(((512, 300), (512, 300), large, (512, 300)), 1):
+        batch = b.new(20, 1, *size, op="aten._to_copy", line=LINE, owner=(Role.INPUT, ""))
+        b.phase(PhaseKind.FORWARD, step)
+        hidden = b.new(2000, *size)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(batch, hidden)
+    finding = found(b)
+    assert finding is not None and word in finding.evidence[0].text
+
+
 @pytest.mark.parametrize(
     ("rows", "is_told"),
     [

@@ -108,7 +108,15 @@ def test_instance_normalization_sees_each_sample_by_itself(class_name: str, is_t
 
 @pytest.mark.parametrize(
     ("size", "rows", "batch_size"),
-    [(32, (64, 256), 32), (32, (64, 80), None), (1, (64, 256), None), (None, (64, 256), None)],
+    [
+        (32, (64, 256), 32),
+        (32, (64, 80), None),
+        (1, (64, 256), None),
+        (None, (64, 256), None),
+        (32, (64, 64), 32),  # two of each sample
+        (1, (64, 64), 64),
+        (48, (64, 64), 64),
+    ],
 )
 def test_crops_of_each_sample_are_rows(size: int | None, rows: tuple[int, int], batch_size: int | None) -> None:
     """The loader's batch size divides the rows of all inputs."""
@@ -120,7 +128,7 @@ def test_crops_of_each_sample_are_rows(size: int | None, rows: tuple[int, int], 
     assert micro_batch.find_batch_size(b.context()) == batch_size
 
 
-@pytest.mark.parametrize(("sizes", "line"), [((64, 64, 16), 1), ((64, 16), 0), ((16,), None), ((), None)])
+@pytest.mark.parametrize(("sizes", "line"), [((64, 64, 16), 1), ((64, 16), 0), ((48,), None), ((), None)])
 def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> None:
     """That of the last loader that yields such batches."""
     for context in (batch((64, 256)), batch((64, 256), trains=False)):
