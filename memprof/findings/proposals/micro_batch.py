@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from memprof.findings.evaluation_accumulates import TRAINER, find_kept_keys
 from memprof.findings.evidence import (
     file_and_line,
+    find_call_at,
     find_call_between_steps,
     is_inference,
     is_peak_in_evaluation,
@@ -37,7 +38,11 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
         size, rows, changed = batches
         beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
         line, place = _find_loader_line(context, size)
-        change = f"use batches of {rows:,} samples, one after another, instead of {size:,}{place}{beams}"
+        if not place and (line := _find_call_line(context)) is not None:
+            place = f" at {file_and_line(line)}"
+        change = (
+            f"use batches of {rows:,} sample{'s' * (rows > 1)}, one after another, instead of {size:,}{place}{beams}"
+        )
         yield Proposal(changed, change, source=line)
 
 
@@ -88,6 +93,14 @@ def _find_loader_line(context: Context, batch_size: int) -> tuple[str | None, st
 def _list_loaders(context: Context) -> list[BatchLoader]:
     """Return the data loaders that yielded before the peak, in order."""
     return [loader for loader in context.ledger.trace.loaders if loader.event <= context.ledger.peak_event]
+
+
+def _find_call_line(context: Context) -> str | None:
+    """Return the own line that calls a module in the outermost call that the peak is in; None if it is in none."""
+    trace = context.ledger.trace
+    call = find_call_at(trace, context.ledger.peak_event)
+    line = None if call is None else trace.source_at(call.source)
+    return line if line is not None and is_own_source(line) else None
 
 
 def _is_without_gradients(context: Context) -> bool:

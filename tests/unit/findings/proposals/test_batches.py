@@ -141,6 +141,17 @@ def test_the_line_of_the_loader(sizes: tuple[int, ...], line: int | None) -> Non
         assert ("instead of 64 (train.py:" in proposal.change) == (line is not None)
 
 
+@pytest.mark.parametrize(("source", "is_told"), [("sample.py:7 main", True), ("/x/site-packages/pipeline.py:7 run", False)])
+def test_without_a_loader_an_inference_has_the_line_of_its_call(source: str, is_told: bool) -> None:
+    context = batch((64, 256), trains=False)
+    trace = context.ledger.trace
+    trace.sources.append(source)
+    trace.forwards = [Forward(0, len(trace.events), 0, len(trace.sources) - 1, False, 0, ())]
+    proposal = only(smaller(context))
+    assert ("instead of 64 at sample.py:7" in proposal.change) is is_told
+    assert proposal.source == (source if is_told else None)
+
+
 @pytest.mark.parametrize(("after_peak", "line"), [(0, 1), (1, 0)])
 def test_a_loader_that_yields_after_the_peak_is_not_meant(after_peak: int, line: int) -> None:
     """As that of an evaluation at the end, with batches as large."""
