@@ -226,7 +226,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     computing = [time for time, phase in context.phases if phase.kind.computes and time >= last_use]
     holder = find_idle_holder(trace, parameters)
     has_state = any(trace.owners[index].role is Role.OPTIMIZER_STATE for index in models)
-    fix = _make_model_fix(holder, has_state=has_state)
+    fix = _make_model_fix(trace, holder, has_state=has_state)
     if num_models > 1:
         each = format_bytes(sum(trace.storages[index].num_bytes for index in models) // num_models)
         if len({trace.owners[index].name for index in parameters}) == len(parameters):
@@ -264,7 +264,7 @@ def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
     return _Group(what, fix, source, waiting.storages, is_model=True)
 
 
-def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
+def _make_model_fix(trace: Trace, holder: Holder | None, *, has_state: bool) -> str:
     """Return what to do with a model that is no longer used; if `holder` is a cache or a container, with that."""
     if holder is not None and holder.kind == "lru_cache":
         cleared = f"clear the cache after the model's last use (`{holder.name}.cache_clear()`)"
@@ -273,6 +273,9 @@ def _make_model_fix(holder: Holder | None, *, has_state: bool) -> str:
         moved = f"move each model of `{holder.name}` to the CPU (.cpu()), and back to the GPU while it is used"
         return f"{moved}; delete its optimizer" if has_state else moved
     what, them = ("the model and its optimizer", "them") if has_state else ("the model", "it")
+    if holder is not None and holder.kind and not any(one.class_name == holder.kind for one in trace.modules):
+        how = f"set the attribute of `{holder.name}` to None, or delete `{holder.name}`"
+        return f"drop {what} before the next one is built: {how}"
     if holder is not None and holder.name.isidentifier() and not has_state:
         return f"delete the model after its last use (`del {holder.name}`), or move it to host memory (.cpu())"
     return f"delete {what}, or move {them} to the host"

@@ -22,7 +22,6 @@ MIN_EARLIER_STEPS = 2
 MIN_SHARE = 0.25  # of the peak: what the step allocates beyond all steps before it
 MIN_LINE_SHARE = 0.05  # of the peak: what a new line has made there; its backward takes more
 MIN_TIMES = 1.5  # as many autograd nodes in a call as in the steps before
-MIN_CALLS = 2  # with gradients, by one line: their graphs add up until a backward
 
 
 @rule(56)
@@ -97,7 +96,7 @@ def _describe_new_line(context: Context, begin: int, *, is_after: bool) -> tuple
         one for one in trace.list_calls() if one.begin >= begin and one.nodes and source in (one.source, one.caller)
     ]
     backwards = [time for time, phase in context.phases if phase.kind is PhaseKind.BACKWARD and time >= begin]
-    if len(calls) >= MIN_CALLS and not any(time > calls[0].begin for time in backwards):
+    if calls and not any(time > calls[0].begin for time in backwards):
         fix = f"under torch.no_grad() if no backward follows, else {fix}"
     return f"it is the first that runs {file_and_line(line)}", fix_at(line, f"run it {fix}")
 

@@ -16,7 +16,7 @@ from memprof.findings.effect import (
     is_decisive,
 )
 from memprof.findings.evaluation_with_gradients import find_covered_storages as find_covered_storages_of_evaluation
-from memprof.findings.evidence import file_and_line, plural
+from memprof.findings.evidence import file_and_line, names_of, plural
 from memprof.findings.exhaustion import Growth, predict_growth
 from memprof.findings.finding import Context, Culprit, Evidence, Finding, Severity, cache_per_context, rule
 from memprof.findings.growth import (
@@ -41,7 +41,7 @@ from memprof.findings.growth_until_peak import BACKWARD_PASS, CALL, STEP, Growth
 from memprof.findings.idle_storages import find_phase
 from memprof.findings.proposals.second_order import find_graphs_in_vain
 from memprof.ledger.steps import list_training_steps
-from memprof.trace.events import CycleKind, Holder, PhaseKind, Trace
+from memprof.trace.events import CycleKind, Holder, PhaseKind, Role, Trace
 from memprof.units import format_bytes
 
 WARNING_BYTES = 1 << 20  # per step: less is only a note
@@ -140,11 +140,11 @@ def _make_finding(
     elif carried and kept < MIN_STEP_BYTES:
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, "before the next step")))
     else:
-        evidence += [_make_fix_evidence(trace, one, kept) for one in (holder, *others)]
+        evidence += [_make_fix_evidence(context, one, kept) for one in (holder, *others)]
     edit = None
     if carried and kept < MIN_STEP_BYTES and not is_emptied:
         edit = make_carried_edit(carried)
-    elif not others and not is_emptied:
+    elif not others and not is_emptied and not _keeps_models(context, holder):
         edit = make_holder_edit(trace, holder, _choose_kind(kept))
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
@@ -297,15 +297,21 @@ def _make_finding_until_peak(
         states = [f"what {describe_holder(one)} keeps" if one.kind else f"`{one.name}`" for one in named]
         what = " and ".join(f"{state}{place}" for state, place in zip(states, places, strict=True))
         fix = f"call .detach() on {what} after each pass"
-        evidence.append(holder_fix_evidence(holder, fix))
+        if _are_differentiated_again(context, leaks, ends):
+            fix += ", and leave out retain_graph=True"
+        is_assigned = len(named) == 1 and holder.source is not None and not holder.fills
+        if is_assigned:  # as one of several states, of which each has the graphs of all
+            fix = fix.replace(places[0], " and on what else is assigned here")
+        evidence.append(holder_fix_evidence(holder, fix, holder.source if is_assigned else None))
         edit = None if others else make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     elif carried := _list_carried(context.ledger.trace, [holder]):
         when = f"after each step, or after fewer than {growth.rounds}"
         evidence.append(holder_fix_evidence(holder, _make_carried_fix(context, carried, leaks, when)))
         edit = make_carried_edit(carried)
     else:
-        evidence.append(_make_fix_evidence(context.ledger.trace, holder, per_round, growth.unit))
-        edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
+        evidence.append(_make_fix_evidence(context, holder, per_round, growth.unit))
+        if not _keeps_models(context, holder):
+            edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     culprit, graphs = _name_culprit(holder, leaks), ""
     if growth.unit == CALL:
         graphs = f": the graphs of {growth.rounds:,} calls wait for one backward"
@@ -398,10 +404,13 @@ def _sum_saved_bytes(context: Context, holder: Holder, leaks: list[LeakGroup]) -
     )
 
 
-def _make_fix_evidence(trace: Trace, holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
+def _make_fix_evidence(context: Context, holder: Holder | None, kept_bytes: int, unit: str = STEP) -> Evidence:
     """Return evidence with the fix. `kept_bytes`: what a `unit` adds even without the autograd graph (`detach`)."""
+    trace = context.ledger.trace
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
+    elif _keeps_models(context, holder):
+        fix = "move each model to host memory before it is kept (.cpu()), or keep it in a file"
     elif kept_bytes >= MIN_STEP_BYTES and (view := describe_view(trace, holder)) is not None:
         fix = f"keep .detach().clone() or .detach().cpu() of it: {view}"
     elif kept_bytes >= MIN_STEP_BYTES:
@@ -411,6 +420,21 @@ def _make_fix_evidence(trace: Trace, holder: Holder | None, kept_bytes: int, uni
     else:
         fix = "keep the number (.item()), or the tensor without its graph (.detach())"
     return holder_fix_evidence(holder, fix)
+
+
+def _keeps_models(context: Context, holder: Holder | None) -> bool:
+    """Return whether most of what `holder` keeps are parameters of models, or what was cloned of such."""
+    if holder is None or not holder.kind or not holder.storages:
+        return False
+    trace = context.ledger.trace
+    parameters = names_of(trace, Role.PARAMETER)
+    shapes = {trace.storages[index].shape for index in parameters}
+
+    def is_parameter(index: int) -> bool:
+        storage = trace.storages[index]
+        return index in parameters or (trace.op(storage) == "aten.clone" and storage.shape in shapes)
+
+    return 2 * sum(map(is_parameter, holder.storages)) > len(holder.storages)
 
 
 def _is_sum_of_vectors(trace: Trace, holder: Holder | None) -> bool:

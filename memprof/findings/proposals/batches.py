@@ -14,13 +14,17 @@ def find_fitting_rows(context: Context, storages: Collection[int], num_rows: int
     """Return the rows at a time, of `num_rows`, with which the run fits if `storages` shrink in proportion: half of
     them, or the first fraction 1/2^n that fits; 1 if none does.
 
-    Of a run that ended without memory the rest is unknown: what is known should fit half of the GPU, if it can.
+    Of a run that ended without memory the rest is unknown: what is known should leave half of the room that the
+    storages have, if it can.
     """
     usable_bytes = context.usable_bytes
     if usable_bytes is None:
         return max(num_rows // 2, 1)
-    is_cut = context.ledger.trace.ended_out_of_memory
-    for limit_bytes in (usable_bytes // 2, usable_bytes) if is_cut else (usable_bytes,):
+    lifetimes, limits = context.lifetimes, [usable_bytes]
+    if context.ledger.trace.ended_out_of_memory:
+        other_bytes = context.ledger.peak_bytes - lifetimes.peak_reduction(lifetimes.savings(storages))
+        limits.insert(0, (usable_bytes + min(other_bytes, usable_bytes)) // 2)
+    for limit_bytes in limits:
         rows = num_rows
         while rows > 1:
             rows //= 2

@@ -159,13 +159,28 @@ def find_batch_size(context: Context) -> int | None:
     # Samples and their beams, as rows; images of one channel have none.
     merged = {shape[0] * shape[1] for shape in shapes if len(shape) > 2 and shape[1] > 1}
     sizes = {shape[0] for shape in shapes} - merged
-    sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
     yielded = [loader.batch_size for loader in _list_loaders(context)]
+    if (repeated := _find_stacked_rows(context)) is not None and sizes.isdisjoint(yielded):
+        return repeated
+    sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
     if sizes and yielded and sizes.isdisjoint(yielded if len(sizes) == 1 else ()):
         size = yielded[-1]  # crops, frames or both of a pair are rows of one sample
         if size > 1 and all(rows % size == 0 for rows in sizes):
             return size
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _find_stacked_rows(context: Context) -> int | None:
+    """Return the rows of the largest tensor at the peak, if an input stacks batches with as many samples together: the
+    same ones, repeated, as of a model with dropout that is sampled."""
+    trace = context.ledger.trace
+    largest = trace.storages[context.lifetimes.find_largest_at_peak()].shape
+    stacked = {
+        math.prod(storage.shape[:2])
+        for index, owner in trace.owners.items()
+        if owner.role is Role.INPUT and trace.op(storage := trace.storages[index]) == "aten.stack"
+    }
+    return largest[0] if largest and largest[0] in stacked else None
 
 
 def _list_input_shapes(context: Context) -> list[tuple[int, ...]]:

@@ -42,15 +42,23 @@ def test_what_grows_over_the_micro_batches_of_a_step() -> None:
     assert ".detach()" in finding.evidence[-1].text
 
 
-@pytest.mark.parametrize(
-    ("fills", "fix"), [(True, "fix at x/train.py:9: call .detach() on"), (False, "fix: call .detach() on")]
-)
-def test_a_variable_that_keeps_graphs_from_pass_to_pass_is_named_with_its_place(fills: bool, fix: str) -> None:
+@pytest.mark.parametrize(("fills", "others"), [(True, ""), (False, " and on what else is assigned here")])
+def test_a_variable_that_keeps_graphs_from_pass_to_pass_is_named_with_its_place(fills: bool, others: str) -> None:
     b = micro_batches(6, 2)
     b.trace.holders.append(LOSSES._replace(kind="", fills=fills, storages=(1, 2, 3), nodes=20))
     (finding,) = found(b)
-    place = "" if fills else " (x/train.py:9)"
-    assert finding.evidence[-1].text.startswith(f"{fix} `losses`{place} after each pass")
+    assert finding.evidence[-1].text == f"fix at x/train.py:9: call .detach() on `losses`{others} after each pass"
+
+
+def test_a_graph_that_later_backwards_go_through_again_was_retained() -> None:
+    b = micro_batches(6, 2)
+    kept = [index for index, one in enumerate(b.trace.storages) if b.trace.source_line(one) == KEPT]
+    b.trace.holders.append(LOSSES._replace(kind="", storages=tuple(kept[:3]), nodes=20))
+    last = max(time for time, phase in b.trace.list_phase_begins() if phase.kind is PhaseKind.BACKWARD) + 1
+    for used, is_told in ((last, True), (0, False)):
+        b.trace.last_uses = [used] * len(b.trace.storages)
+        (finding,) = found(b)
+        assert ("leave out retain_graph=True" in finding.evidence[-1].text) is is_told
 
 
 def calls_before_one_backward(number: int, owner: tuple[Role, str] | None = (Role.INPUT, "")) -> TraceBuilder:

@@ -11,7 +11,18 @@ from memprof.findings import Finding, Severity
 from memprof.findings.finding import Culprit
 from memprof.findings.idle_memory import _make_model_fix
 from memprof.findings.idle_storages import find_idle_storages, find_replaced_models
-from memprof.trace.events import Caller, CycleKind, Forward, Holder, Owner, PhaseKind, Role
+from memprof.trace.events import (
+    Caller,
+    CycleKind,
+    Forward,
+    Holder,
+    Module,
+    ModuleRole,
+    Owner,
+    PhaseKind,
+    Role,
+    Trace,
+)
 from memprof.trace.facts import ProgramFacts
 from memprof.units import MIB
 from tests.unit.findings.idle import OUT, UsesBuilder, exits, logits_bound
@@ -237,7 +248,7 @@ def test_what_was_freed_before_memory_runs_out_is_not_told_of() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "fix"),
     [
-        ("Trainer", "trainer", "delete the model and its optimizer"),
+        ("Trainer", "trainer", "drop the model and its optimizer before the next one is built: set the attribute"),
         ("lru_cache", "positions", "clear the cache after the model's last use (`positions.cache_clear()`)"),
         ("dict", "CACHE", "move each model of `CACHE` to the CPU (.cpu())"),
     ],
@@ -403,8 +414,16 @@ def test_only_a_plain_variable_of_a_model_without_optimizer_state_is_deleted(
     kind: str | None, name: str, has_state: bool, is_deleted: bool
 ) -> None:
     holder = None if kind is None else OUT._replace(kind=kind, name=name)
-    fix = _make_model_fix(holder, has_state=has_state)
+    fix = _make_model_fix(Trace("simulated"), holder, has_state=has_state)
     assert (f"(`del {name}`)" in fix) == is_deleted and fix.startswith("delete the model")
+
+
+@pytest.mark.parametrize(("kind", "is_model"), [("Net", True), ("ModelManager", False)])
+def test_an_object_that_keeps_a_model_drops_it(kind: str, is_model: bool) -> None:
+    trace = Trace("simulated")
+    trace.modules.append(Module("", "Net", ModuleRole.ROOT, ""))
+    fix = _make_model_fix(trace, OUT._replace(kind=kind, name="kept"), has_state=False)
+    assert ("`del kept`" in fix) is is_model and ("set the attribute of `kept` to None" in fix) is not is_model
 
 
 @pytest.mark.parametrize("is_held", [True, False])

@@ -451,3 +451,24 @@ def test_of_states_that_are_carried_on_the_largest_comes_first(sizes: tuple[int,
     assert [one.name for one in memory_growth._list_carried(b.trace, holders)] == ["s16", "s8", "s4"]
     apart = holders[0]._replace(source="/x/train.py:10 main")
     assert not memory_growth._list_carried(b.trace, [apart, *holders[1:]])
+
+
+@pytest.mark.parametrize(
+    ("op", "elements", "kind", "are_models"),
+    [
+        ("aten.clone", MILLION, "list", True),
+        ("aten.mul", MILLION, "list", False),
+        ("aten.clone", 2 * MILLION, "list", False),  # no parameter has this shape
+        ("aten.clone", MILLION, "", False),
+    ],
+)
+def test_models_in_a_list_have_no_graph_to_detach(op: str, elements: int, kind: str, are_models: bool) -> None:
+    """As the best model of each fold, copied with copy.deepcopy."""
+    b = TraceBuilder()
+    b.parameter("weight", MILLION)
+    made: list[int] = []
+    steps(b, 4, lambda step: made.append(b.new(elements, op=op, line=KEPT)))
+    b.trace.holders.append(LOSSES._replace(kind=kind, storages=tuple(made[:2])))
+    (finding,) = find(b.context())
+    assert ("move each model to host memory" in finding.evidence[-1].text) is are_models
+    assert (finding.edit is None) is are_models
