@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from memprof.findings.edits import Edit, EditKind, make_holder_edit
 from memprof.findings.effect import (
+    compute_needs_of,
     compute_needs_with_frees,
     effect_evidence,
     is_decisive,
@@ -36,6 +37,7 @@ from memprof.findings.idle_storages import (
     find_idle_storages,
     find_phase,
     find_replaced_models,
+    find_unused_model,
     make_key,
 )
 from memprof.findings.lifetimes import Saving
@@ -48,6 +50,7 @@ from memprof.findings.weight_snapshots import (
     find_unread_snapshots,
 )
 from memprof.ledger.stages import describe_name, format_stage
+from memprof.ledger.what_if import resize
 from memprof.trace.events import (
     NONE,
     ROLES_OF_MODELS,
@@ -83,6 +86,7 @@ class _Group(NamedTuple):
     storages: list[int]
     is_model: bool = False
     is_snapshot: bool = False  # takes nothing on the GPU with `fix`; what is none is freed after its last use
+    is_unused: bool = False  # a model that nothing has computed with
     saves_more: bool = False  # `fix` makes other tensors smaller too: what the run needs with it is not known
     note: str = ""  # more evidence
     edit: Edit | None = None  # the change of the program that `fix` is
@@ -114,6 +118,7 @@ def find(context: Context) -> list[Finding]:
     groups = _make_groups(context, (index for index in storages if index not in others))
     groups += _make_error_groups(trace)
     groups += [] if waiting is None else [_make_waiting_group(trace, waiting)]
+    groups += _make_unused_groups(context)
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
 
 
@@ -247,6 +252,17 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     source = None if holder is None else holder.source
     return [_Group(f"{what}{by}", fix, source, list(models), is_model=True, name=what.partition(",")[0])]
+
+
+def _make_unused_groups(context: Context) -> list[_Group]:
+    """Return at most one group, of a model that nothing has computed with when memory runs out."""
+    trace, unused = context.ledger.trace, find_unused_model(context)
+    if context.lifetimes.sum_bytes(unused) < MIN_MODEL_BYTES:
+        return []
+    source = find_own_line(trace, unused[0])
+    what = "a model" if source is None else f"a model made at {file_and_line(source)}"
+    fix = "do not put it on the GPU if it is not needed here, or only when it is used"
+    return [_Group(what, fix, source, list(unused), is_unused=True, name="a model that was not used")]
 
 
 def _make_waiting_group(trace: Trace, waiting: WaitingModels) -> _Group:
@@ -444,17 +460,21 @@ def _make_finding(context: Context, group: _Group) -> Finding | None:
     is_at_peak = saved >= MIN_BYTES and saved >= MIN_SHARE * ledger.peak_bytes
     if is_at_peak or _sum_idle_bytes(context, frees) >= MIN_BYTES:
         needs = compute_needs_with_frees(context, frees)
+    if group.is_unused:  # it is not built at all
+        needs = compute_needs_of(context, resize(trace, dict.fromkeys(group.storages, 0)))
     if not is_at_peak and not is_decisive(context, needs):
         needs = None
         if not group.is_model or kept < MIN_MODEL_BYTES:
             return None
-    where = "" if group.is_snapshot else _format_last_use(context, max(frees.values()))
+    where = "" if group.is_snapshot or group.is_unused else _format_last_use(context, max(frees.values()))
     shown = _sum_idle_bytes(context, frees) or kept  # where memory runs out, some may be gone that once lay beside
     predicate = "are computed, and few of them used" if group.saves_more else "stay on the GPU after their last use"
+    predicate = "are on the GPU and were not used" if group.is_unused else predicate
     title = f"{format_bytes(shown)} {predicate}: {group.description}"
     effect = Evidence("the run's peak is at another moment, and the same without it")
     if needs is not None:
         change = name_other_place(context) if group.is_snapshot else "freed after its last use"
+        change = "without it" if group.is_unused else change
         effect = effect_evidence(context, needs, change)
     if group.saves_more:
         effect = replace(effect, required_bytes=None)

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 
 from memprof.findings.finding import Context, cache_per_context
 from memprof.trace.events import AUTOCAST_KIND, NONE, ROLES_OF_MODELS, Phase, PhaseKind, Role, Trace
@@ -161,6 +161,31 @@ def find_replaced_models(context: Context) -> frozenset[int]:
     if len(computing) < MIN_MODEL_PHASES:
         return frozenset()
     return frozenset(index for index, event in used.items() if event < replaced_at < deaths[index])
+
+
+@cache_per_context
+def find_unused_model(context: Context) -> tuple[int, ...]:
+    """Return the parameters of a model that nothing has computed with when memory runs out after the begin of a
+    backward: the largest group of such that were put on the GPU one after another, without others in between.
+
+    The experts of a model that no token was sent to lie between parameters that are used.
+    """
+    trace, births, oom = context.ledger.trace, context.lifetimes.births, context.ledger.out_of_memory
+    computing = [time for time, phase in context.phases if phase.kind.computes]
+    backwards = [time for time, phase in context.phases if phase.kind is PhaseKind.BACKWARD]
+    if not trace.ended_out_of_memory or oom is None or not trace.last_uses or not backwards:
+        return ()
+    last_uses = _find_last_uses(context)
+    parameters = [
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.PARAMETER and trace.storages[index].device == trace.device
+    ]
+    parameters.sort(key=births.__getitem__)
+    by_use = groupby(parameters, lambda index: births[index] < computing[0] >= last_uses[index])
+    groups = (list(group) for is_unused, group in by_use if is_unused)
+    largest = max(groups, key=context.lifetimes.sum_bytes, default=[])
+    return tuple(index for index in largest if context.lifetimes.deaths[index] > oom.event)
 
 
 def awaits_backward(context: Context, index: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from memprof.findings import Finding, Severity
 from memprof.findings.finding import Culprit
 from memprof.findings.idle_memory import _make_model_fix
-from memprof.findings.idle_storages import find_idle_storages, find_replaced_models
+from memprof.findings.idle_storages import find_idle_storages, find_replaced_models, find_unused_model
 from memprof.trace.events import (
     Caller,
     CycleKind,
@@ -432,3 +432,60 @@ def test_a_model_has_a_row_in_the_breakdown(is_held: bool) -> None:
     b.trace.idle_holders *= is_held
     (finding,) = b.find(400 * MIB)
     assert finding.culprit == Culprit("an earlier model", frozenset({weight, weight + 1}))
+
+
+def beside_another(used: int = 0, *, runs_out: bool = True, backward: bool = True, mib: int = 256) -> UsesBuilder:
+    """Three models of one parameter each are put on the GPU; `used` of the first two take part in a step."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weights = [b.parameter("weight", mib * MIB // 4) for _ in range(2)]
+    trained = b.parameter("weight", 10 * MIB)
+    b.use(*weights, trained)  # as it is initialized
+    b.phase(PhaseKind.FORWARD)
+    made = b.alloc(100 * MIB)
+    b.use(trained, *weights[:used])
+    if backward:
+        b.phase(PhaseKind.BACKWARD)
+    b.alloc(100 * MIB)
+    b.use(made)
+    b.trace.ended_out_of_memory = runs_out
+    return b
+
+
+@pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ({}, (0, 1)),
+        ({"used": 1}, (1,)),
+        ({"used": 2}, ()),
+        ({"runs_out": False}, ()),  # it may be used later, and is seen to be
+        ({"backward": False}, ()),  # it may be a teacher, called after its student
+    ],
+)
+def test_a_model_that_nothing_has_computed_with(settings: dict[str, Any], unused: tuple[int, ...]) -> None:
+    assert find_unused_model(beside_another(**settings).context(700 * MIB)) == unused
+
+
+def test_what_lies_between_parameters_that_are_used_is_no_model() -> None:
+    """As experts that no token was sent to: of two such groups the larger one counts."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    parameters = [b.parameter("weight", size * MIB) for size in (1, 2, 3, 4, 5)]
+    b.phase(PhaseKind.FORWARD)
+    b.alloc(MIB)
+    b.use(parameters[1], parameters[3])
+    b.phase(PhaseKind.BACKWARD)
+    b.alloc(100 * MIB)
+    b.trace.ended_out_of_memory = True
+    b.use()
+    assert find_unused_model(b.context(50 * MIB)) == (parameters[4],)
+
+
+@pytest.mark.parametrize(("mib", "is_told"), [(127, False), (128, True)])
+def test_the_need_without_a_model_that_was_not_used(mib: int, is_told: bool) -> None:
+    """Two parameters of so many MiB: the one that is trained has 40, and 200 are made."""
+    b = beside_another(mib=mib)
+    findings = [one for one in b.find(450 * MIB) if "were not used" in one.title]
+    assert bool(findings) == is_told
+    for finding in findings:
+        assert finding.title == "256.00 MiB are on the GPU and were not used: a model made at model.py:1"
+        assert finding.is_decisive and finding.evidence[1].required_bytes == 240 * MIB
+        assert finding.culprit is not None and finding.culprit.name == "a model that was not used"
