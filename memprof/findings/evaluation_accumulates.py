@@ -211,8 +211,8 @@ def _make_finding(context: Context, loops: list[_KeptByLoop]) -> Finding:
 
 def _compute_needs(context: Context, kept: set[int], end: int) -> MemoryNeeds | None:
     """Return what a run that does not fit needs with `kept` in host memory, and with what is made of them: the failed
-    allocation if the same line makes that, and, if no model is called after the event `end` of the last call, all that
-    is made from there on. None for others."""
+    allocation if the same line makes that, and, if no model is called after the event `end` of the last call, what is
+    made from there on and no larger than they are together, as when they are joined. None for others."""
     trace, oom = context.ledger.trace, context.ledger.out_of_memory
     if oom is None:
         return None
@@ -220,7 +220,9 @@ def _compute_needs(context: Context, kept: set[int], end: int) -> MemoryNeeds | 
     failed = trace.storages[oom.storage]
     away = kept | {oom.storage} if (failed.source, failed.op) in made else set(kept)
     if trace.ended_out_of_memory and all(call.begin < end for call in trace.list_calls()):
-        away.update(new_storages(context, end, len(trace.events)), [oom.storage])
+        kept_bytes = sum(trace.storages[index].num_bytes for index in kept)
+        later = {*new_storages(context, end, len(trace.events)), oom.storage}
+        away.update(index for index in later if trace.storages[index].num_bytes <= kept_bytes)
     return compute_needs_of(context, resize(trace, dict.fromkeys(away, 0)))
 
 

@@ -61,7 +61,7 @@ def find(context: Context) -> list[Finding]:
     # Images differ in height and width, spectrograms in their length alone.
     num_larger = sum(more > few for more, few in zip(storage.shape[1:], usual.shape[1:], strict=True))
     are_images = len(storage.shape) > 3 and num_larger != 1
-    what = "the size of the images" if are_images else "the length (drop, cut or split long samples)"
+    what = "the size of the images" if are_images else "the length (truncate, split or drop long samples)"
     evidence: list[Evidence] = [
         fix_at(line, f"use a smaller batch size, or limit {what}"),
         tensor_evidence(trace, found.storage, f"step {found.step}: {format_shape(storage.shape)} {storage.dtype}"),

@@ -85,7 +85,8 @@ def find(context: Context) -> list[Finding]:
             "the other model's loss"
         )
     else:
-        fix = f"fix: {fix}; or give these parameters to the optimizer if they are to be trained"
+        other = "" if in_eval_mode else "; or give these parameters to the optimizer if they are to be trained"
+        fix = f"fix: {fix}{other}"
     lines = (
         Evidence(fix, source=None if edit is None else source),
         effect_evidence(context, needs, "without these gradients, and what autograd saves for them alone"),

@@ -19,7 +19,7 @@ def test_the_problem_matcher_finds_the_line_to_change() -> None:
     output = text.partition("<!-- output of: memprof run --gpu rtx-4090 docs/train.py -->")[2].partition("<!-- end")[0]
     found = [match for line in output.splitlines() if (match := re.search(pattern["regexp"], line))]
     assert [match.group(pattern["file"], pattern["line"]) for match in found] == [("docs/train.py", "20")]
-    assert found[0][pattern["message"]].startswith("keep it in host memory")
+    assert found[0][pattern["message"]].startswith("keep the tensors of each step in host memory")
 
 
 def test_every_tool_of_the_server_is_in_the_table() -> None:
