@@ -16,7 +16,7 @@ from memprof.findings.effect import (
     is_decisive,
     name_other_place,
 )
-from memprof.findings.evidence import file_and_line, percent, tensors_evidence
+from memprof.findings.evidence import file_and_line, tensors_evidence
 from memprof.findings.finding import Context, Culprit, Finding, Severity, rule
 from memprof.findings.growth import (
     Key,
@@ -65,10 +65,12 @@ def find(context: Context) -> list[Finding]:
     decides = is_decisive(context, needs)
     line = file_and_line(trace.source_line(trace.storages[members[0]]))
     title = (
-        f"{len(members)} tensors of {line} are on the GPU before anything is trained: {format_bytes(num_bytes)} "
-        f"({percent(num_bytes, context.ledger.peak_bytes)} of the peak){format_holders(holder)}"
+        f"{len(members)} tensors of {line} are on the GPU before anything is trained: {format_bytes(num_bytes)}"
+        f"{format_holders(holder)}"
     )
-    place = "in host memory (.cpu())" if has_host_memory(context) else "in a file (numpy.memmap)"
+    is_moved = trace.op(trace.storages[members[0]]) == "aten._to_copy"  # from host memory
+    how = "without .to(device) here" if is_moved else ".cpu()"
+    place = f"in host memory ({how})" if has_host_memory(context) else "in a file (numpy.memmap)"
     fix = f"keep the data {place}, and move each batch to the GPU in its step"
     if has_host_memory(context) and trace.op(trace.storages[members[0]]) == "torch.load":
         fix = 'load it with map_location="cpu"'

@@ -286,8 +286,6 @@ def _make_finding_until_peak(
         evidence.append(_make_backward_evidence(context, holder, storages))
         if in_vain is not None and not are_parts:
             evidence.append(Evidence(f"fix: {in_vain.change} (a first-order approximation)", source=in_vain.source))
-        if all(phase.kind is not PhaseKind.BACKWARD for _, phase in context.phases):
-            evidence.append(Evidence("fix: if no backward() follows these calls, put them under torch.no_grad()"))
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
@@ -312,7 +310,7 @@ def _make_finding_until_peak(
         evidence.append(_make_fix_evidence(context, holder, per_round, growth.unit))
         if not _keeps_models(context, holder):
             edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
-    culprit, graphs = _name_culprit(holder, leaks), ""
+    culprit, graphs = _name_culprit(holder, leaks, [one for one in named if not one.kind]), ""
     if growth.unit == CALL:
         graphs = f": the graphs of {growth.rounds:,} calls wait for one backward"
         culprit = Culprit(f"graphs of {growth.rounds:,} calls", frozenset(storages))

@@ -82,7 +82,7 @@ def propose(context: Context) -> Iterator[Proposal]:
         taken = f"the rows of `{name}` that the loss takes (sampled negatives), not with all {num_rows}"
         change = f"compare with {taken}; or {change}"
     place = f"{format_shape(storage.shape[is_product:])} at {file_and_line(trace.source_line(storage))}"
-    yield Proposal(resize(trace, chunks.sizes), f"{change}: {place}{distances}", source=trace.source_line(storage))
+    yield Proposal(resize(trace, chunks.sizes), f"{change} ({place}){distances}", source=trace.source_line(storage))
 
 
 def _find_whole_table(trace: Trace, storage: Storage) -> tuple[str, int] | None:

@@ -120,6 +120,9 @@ def _render_memory_verdict(document: Report, *, is_short: bool) -> RenderableTyp
     if is_short and verdict.max_buffer_bytes is None:
         at_least = " at least" * was_refused
         size = f"{at_least} {format_bytes(required_bytes)}{suffix}; the GPU has {format_bytes(total_bytes)}"
+        causes = [finding.id for finding in document.findings if finding.is_decisive]
+        if was_refused and causes[:1] in (["memory-growth"], ["evaluation-accumulates"]):
+            size = f" more than the {format_bytes(total_bytes)} of the GPU{suffix}, and more the longer it runs"
         if required_bytes > total_bytes and format_bytes(required_bytes) == format_bytes(total_bytes):
             size = f" more than the {format_bytes(total_bytes)} of the GPU{suffix}"
         place = _describe_place(document)

@@ -38,14 +38,14 @@ def evaluated(
 @pytest.mark.parametrize(
     ("change", "rows"),
     [
-        (PRODUCT, "2,048 rows:"),
+        (PRODUCT, "2,048 rows ("),
         (PRODUCT | {"shape": (2048, 64)}, None),  # of a layer
         (PRODUCT | {"shape": (64, 4096)}, None),
         (PRODUCT | {"phase": PhaseKind.FORWARD}, None),
-        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2,048 rows:"),
+        (PRODUCT | {"phase": PhaseKind.FORWARD, "trains": False}, "2,048 rows ("),
         (PRODUCT | {"path": "head"}, None),
         (IMAGE, "200 rows along dimension 1"),
-        (IMAGE | {"shape": (2, 200, 512, 512)}, "2 rows:"),
+        (IMAGE | {"shape": (2, 200, 512, 512)}, "2 rows ("),
         (IMAGE | {"shape": (1, 1, 2048, 2048)}, None),
         (IMAGE | {"phase": PhaseKind.FORWARD}, None),
         (IMAGE | {"phase": PhaseKind.FORWARD, "trains": False}, "200 rows along dimension 1"),

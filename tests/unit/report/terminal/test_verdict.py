@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memprof.findings import Finding, Severity
 from memprof.findings.exhaustion import Growth
 from memprof.flows.account import analyze
 from memprof.ledger.batches import Batches, BatchStep
@@ -343,3 +344,25 @@ def test_a_layer_is_told_as_the_module_that_it_is(document: Report, prefix: str)
     text = " ".join(to_text(render_verdict(report, is_short=True)).split())
     words = " of the evaluation" if prefix else ""
     assert text.startswith(f"Does not fit: out of memory at train.py:4, in module encoder.layer.3{words}. It needs")
+
+
+@pytest.mark.parametrize(
+    ("cause", "ended", "is_growing"),
+    [
+        ("memory-growth", "refused", True),
+        ("evaluation-accumulates", "refused", True),
+        ("idle-memory", "refused", False),
+        ("memory-growth", "exit", False),
+    ],
+)
+def test_what_grows_has_no_need_where_memory_ended_it(
+    document: Report, cause: str, ended: str, is_growing: bool
+) -> None:
+    out = {"oom_stage": "own code", "oom_step": 1, "oom_source": "train.py:4 <module>", "oom_callers": ()}
+    verdict = dataclasses.replace(document.verdict, fits=False, required_bytes=9 * GIB, **out)
+    program = ProgramFacts(("a.py",), ended, None, 1, ())
+    finding = Finding(cause, Severity.WARNING, "", None, (), (), is_decisive=True)
+    report = dataclasses.replace(document, verdict=verdict, program=program, findings=[finding])
+    text = " ".join(to_text(render_verdict(report, is_short=True)).split())
+    told = "It needs more than the 8.00 GiB of the GPU, and more the longer it runs."
+    assert text.endswith(told) is is_growing and ("9.00 GiB; the GPU has 8.00 GiB" in text) is not is_growing
