@@ -144,7 +144,7 @@ def _make_finding(
     edit = None
     if carried and kept < MIN_STEP_BYTES and not is_emptied:
         edit = make_carried_edit(carried)
-    elif not others and not is_emptied and not _keeps_models(context, holder):
+    elif not others and not is_emptied:
         edit = make_holder_edit(trace, holder, _choose_kind(kept))
     severity = _grade(per_step, is_cause=is_decisive(context, needs))
     if growth is not None and growth.runs_out and per_step >= MIN_STEP_BYTES:
@@ -308,8 +308,7 @@ def _make_finding_until_peak(
         edit = make_carried_edit(carried)
     else:
         evidence.append(_make_fix_evidence(context, holder, per_round, growth.unit))
-        if not _keeps_models(context, holder):
-            edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
+        edit = make_holder_edit(context.ledger.trace, holder, _choose_kind(per_round))
     culprit, graphs = _name_culprit(holder, leaks, [one for one in named if not one.kind]), ""
     if growth.unit == CALL:
         graphs = f": the graphs of {growth.rounds:,} calls wait for one backward"
@@ -407,8 +406,8 @@ def _make_fix_evidence(context: Context, holder: Holder | None, kept_bytes: int,
     trace = context.ledger.trace
     if holder is not None and holder.is_cycle:
         fix = CYCLE_FIXES[CycleKind(holder.kind)]
-    elif _keeps_models(context, holder):
-        fix = "move each model to host memory before it is kept (.cpu()), or keep it in a file"
+    elif _keeps_copies(context, holder):
+        fix = "keep these copies in host memory (.cpu()), or in a file"
     elif kept_bytes >= MIN_STEP_BYTES and (view := describe_view(trace, holder)) is not None:
         fix = f"keep .detach().clone() or .detach().cpu() of it: {view}"
     elif kept_bytes >= MIN_STEP_BYTES:
@@ -420,19 +419,16 @@ def _make_fix_evidence(context: Context, holder: Holder | None, kept_bytes: int,
     return holder_fix_evidence(holder, fix)
 
 
-def _keeps_models(context: Context, holder: Holder | None) -> bool:
-    """Return whether most of what `holder` keeps are parameters of models, or what was cloned of such."""
-    if holder is None or not holder.kind or not holder.storages:
+def _keeps_copies(context: Context, holder: Holder | None) -> bool:
+    """Return whether `holder` keeps copies of models, of their states or of their gradients: clones of several shapes,
+    with those of half of the parameters at least."""
+    if holder is None or not holder.kind:
         return False
     trace = context.ledger.trace
-    parameters = names_of(trace, Role.PARAMETER)
-    shapes = {trace.storages[index].shape for index in parameters}
-
-    def is_parameter(index: int) -> bool:
-        storage = trace.storages[index]
-        return index in parameters or (trace.op(storage) == "aten.clone" and storage.shape in shapes)
-
-    return 2 * sum(map(is_parameter, holder.storages)) > len(holder.storages)
+    shapes = {trace.storages[index].shape for index in names_of(trace, Role.PARAMETER)}
+    kept = [trace.storages[index] for index in holder.storages]
+    cloned = {storage.shape for storage in kept if trace.op(storage) == "aten.clone"}
+    return len(cloned) > 1 and 2 * len(cloned & shapes) >= len(shapes)
 
 
 def _is_sum_of_vectors(trace: Trace, holder: Holder | None) -> bool:
