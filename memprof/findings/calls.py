@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from memprof.findings.finding import Context
 from memprof.ledger.categories import Category
@@ -21,7 +22,7 @@ def find_call_loops(
     calls: Iterable[Forward], trace: Trace, is_included: Callable[[Forward], bool]
 ) -> list[list[Forward]]:
     """Return the loops of those `calls` that `is_included` accepts: consecutive calls of one module, without training
-    between them."""
+    between them. What one place calls before another one does, as a validation before a test, is a loop of its own."""
     trained_at = find_training_events(trace)
     open_loops: dict[int, list[Forward]] = {}
     loops: list[list[Forward]] = []
@@ -34,7 +35,16 @@ def find_call_loops(
             loop = open_loops[forward.module] = []
             loops.append(loop)
         loop.append(forward)
-    return loops
+    return [part for loop in loops for part in _split_by_place(loop)]
+
+
+def _split_by_place(loop: list[Forward]) -> list[list[Forward]]:
+    """Return the parts of `loop` that one line of one function's caller calls; `loop` as a whole, if places take
+    turns, or one of them calls once."""
+    parts = [list(part) for _, part in groupby(loop, lambda call: (call.source, call.caller))]
+    places = {(call.source, call.caller) for call in loop}
+    are_loops = len(parts) == len(places) and min(map(len, parts)) > 1
+    return parts if are_loops else [loop]
 
 
 def new_storages(context: Context, begin: int, end: int, *, caches: bool = False) -> list[int]:

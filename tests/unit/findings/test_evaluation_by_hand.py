@@ -693,3 +693,17 @@ def test_what_another_object_keeps_is_moved_before_it_is_given(fills: bool, word
     b.trace.holders.append(OUTPUTS._replace(storages=(0, 2), fills=fills))
     fix = only(evaluation_accumulates.find(b.context())).evidence[-1]
     assert words in fix.text
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes"),
+    [("aaabbb", [3, 3]), ("aabb", [2, 2]), ("aaab", [4]), ("ababab", [6]), ("aabbaa", [6]), ("aaaa", [4])],
+)
+def test_what_one_place_calls_before_another_is_a_loop_of_its_own(places: str, sizes: list[int]) -> None:
+    """As a validation before a test, both with one method that calls the model."""
+    b = EvaluationBuilder(PhaseKind.FORWARD)
+    for place in places:
+        b.call(MIB)
+        b.trace.forwards[-1] = b.trace.forwards[-1]._replace(caller=ord(place))
+    loops = calls.find_call_loops(b.trace.forwards, b.trace, lambda forward: True)
+    assert [len(loop) for loop in loops] == sizes
