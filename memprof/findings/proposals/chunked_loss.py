@@ -31,20 +31,10 @@ _PRODUCTS = tuple(f"aten.{name}" for name in PRODUCTS)
 @proposes(30, fix="chunked-loss", cures=("logits-explosion",))
 def propose(context: Context) -> Iterator[Proposal]:
     """Yield the change for a model that reads tokens, and has logits of its vocabulary."""
-    trace, lifetimes = context.ledger.trace, context.lifetimes
-    vocab_size = vocab_size_of(context)
-    if vocab_size is None or is_inference(trace) or (context.vocab_size is None and not vocabulary_tables(trace)):
+    trace, copies = context.ledger.trace, _find_copies(context)
+    if not copies or is_inference(trace):
         return
-    copies = find_step_logits(context)
-    live_bytes = lifetimes.find_max_live(copies).num_bytes  # 0 for logits in host memory
-    if not live_bytes:
-        return
-    # However many copies there were, a chunk has one in float32, and one in the head's precision if that is half.
-    is_half = any(trace.storages[index].dtype in HALF_DTYPES for index in copies)
-    num_elements = max(math.prod(trace.storages[index].shape) for index in copies)
-    chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
-    share = min(1.0, chunk_bytes / live_bytes)
-    changed = resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
+    changed = _resize_to_chunk(context, copies)
     if context.spec is None and _is_loss_outside_model(context, copies):
         gathered, target = _find_gather(trace, copies), _find_dense_target(trace, copies)
         losses = (index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax")
@@ -65,6 +55,41 @@ def propose(context: Context) -> Iterator[Proposal]:
         yield Proposal(changed, change, source=line)
     else:
         yield Proposal(changed)
+
+
+@proposes(31, findings=("logits-explosion",))
+def propose_scores(context: Context) -> Iterator[Proposal]:
+    """Yield the change for a program that takes the log-probabilities of given tokens, and trains nothing: a score, a
+    reference of another model."""
+    trace, copies = context.ledger.trace, _find_copies(context)
+    if context.spec is not None or not is_inference(trace) or not _is_loss_outside_model(context, copies):
+        return
+    loss = next(index for index in copies if trace.op(trace.storages[index]) == "aten._log_softmax")
+    line = find_own_line(trace, loss)
+    change = (
+        f"use the tokens' logits minus logsumexp instead of log_softmax at {file_and_line(line)}, in chunks of tokens"
+    )
+    yield Proposal(_resize_to_chunk(context, copies), change, source=line)
+
+
+def _find_copies(context: Context) -> list[int]:
+    """Return the logits of a model that reads tokens, and what is computed of them; none if they are in host memory."""
+    has_words = context.vocab_size is not None or bool(vocabulary_tables(context.ledger.trace))
+    if vocab_size_of(context) is None or not has_words:
+        return []
+    copies = find_step_logits(context)
+    return copies if context.lifetimes.find_max_live(copies).num_bytes else []
+
+
+def _resize_to_chunk(context: Context, copies: list[int]) -> Trace:
+    """Return the trace with one chunk of the logits `copies` at a time: however many there were, a chunk has one in
+    float32, and one in the head's precision if that is half."""
+    trace = context.ledger.trace
+    is_half = any(trace.storages[index].dtype in HALF_DTYPES for index in copies)
+    num_elements = max(math.prod(trace.storages[index].shape) for index in copies)
+    chunk_bytes = min(_CHUNK_BYTES, num_elements * _FLOAT32_BYTES) * (3 if is_half else 2) // 2
+    share = min(1.0, chunk_bytes / context.lifetimes.find_max_live(copies).num_bytes)
+    return resize(trace, {index: int(trace.storages[index].num_bytes * share) for index in copies})
 
 
 def _is_loss_outside_model(context: Context, copies: list[int]) -> bool:

@@ -36,8 +36,9 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
     batches = _find_batches(context)
     if batches is not None and _is_without_gradients(context):
         size, rows, changed = batches
-        beams = ", or fewer beams" * any(shape[0] > size for shape in _list_input_shapes(context))
         line, place = _find_loader_line(context, size)
+        has_beams = not place and any(shape[0] > size for shape in _list_input_shapes(context))
+        beams = ", or fewer beams" * has_beams
         if not place and (line := _find_call_line(context)) is not None:
             place = f" at {file_and_line(line)}"
         change = (

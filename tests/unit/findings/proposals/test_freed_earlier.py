@@ -66,6 +66,26 @@ def test_one_word_of_each_token_needs_no_log_probabilities_of_all(num_tokens: in
     assert ("logsumexp" in change) == ("loss.py:4" in change) == is_told
 
 
+@pytest.mark.parametrize(
+    ("op", "is_trained", "is_told"),
+    [("_log_softmax", False, True), ("_log_softmax", True, False), ("_softmax", False, False)],
+)
+def test_scores_of_tokens_are_computed_in_chunks_where_nothing_is_trained(
+    op: str, is_trained: bool, is_told: bool
+) -> None:
+    b = TraceBuilder()
+    b.parameter("embed.weight", 50304, 512)
+    b.inputs(1, 8192)
+    b.new(8192, 50304, op=f"aten.{op}", line="score.py:4 main")
+    if is_trained:
+        b.phase(PhaseKind.BACKWARD)
+    proposals = list(chunked_loss.propose_scores(b.context()))
+    assert len(proposals) == is_told
+    for proposal in proposals:
+        assert "minus logsumexp instead of log_softmax at score.py:4" in proposal.change
+        assert proposal.trace.storages[-1].num_bytes == pytest.approx(GIB, rel=0.001)
+
+
 def test_layers_run_again_when_their_backward_begins() -> None:
     b = layers(backward=True)
     events = only(checkpointing.propose(b.context())).trace.events
