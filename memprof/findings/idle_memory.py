@@ -243,7 +243,7 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
         what = f"{num_models} models built one after another, {each} each"
     elif replaced:
         what = "an earlier model"
-    elif num_models and _has_exited(trace) and len(computing) >= MIN_MODEL_PHASES:
+    elif num_models and _has_exited(trace) and _is_past(context, last_use, computing):
         what = "a model that is no longer used"
         # Not what was freed before: what an attempt leaves that has run out of memory in the optimizer's step.
         models = [index for index in models if deaths[index] > computing[MIN_MODEL_PHASES - 1]]
@@ -252,6 +252,15 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     source = None if holder is None else holder.source
     return [_Group(f"{what}{by}", fix, source, list(models), is_model=True, name=what.partition(",")[0])]
+
+
+def _is_past(context: Context, last_use: int, computing: Sequence[int]) -> bool:
+    """Return whether a model that was last used at the event `last_use` is no longer used, if phases begin at
+    `computing` after it: several, and not all of the step in which it was used, as of another one of a GAN's models."""
+    step = find_phase(context.phases, last_use).step
+    is_of_step = all(phase.step == step for time, phase in context.phases if phase.kind.computes and time >= last_use)
+    trains = any(phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step == step for _, phase in context.phases)
+    return len(computing) >= MIN_MODEL_PHASES and not (trains and is_of_step)
 
 
 def _make_unused_groups(context: Context) -> list[_Group]:

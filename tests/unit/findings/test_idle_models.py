@@ -113,6 +113,23 @@ def test_a_model_counts_from_256_mib_on() -> None:
     assert two_models(part_mib=84).find() and not two_models(part_mib=82).find()
 
 
+@pytest.mark.parametrize(("trains", "next_step", "is_told"), [(True, 1, False), (True, 2, True), (False, 1, True)])
+def test_models_that_take_turns_in_a_step_are_used_until_its_end(trains: bool, next_step: int, is_told: bool) -> None:
+    """As a GAN's generator, whose critic is trained after it in each iteration."""
+    b = UsesBuilder(PhaseKind.MODEL)
+    weight = b.parameter("weight", 75 * MIB)
+    b.phase(PhaseKind.FORWARD, 1)
+    b.free(b.alloc(400 * MIB))
+    b.use(weight)
+    for kind in (PhaseKind.FORWARD, PhaseKind.OPTIMIZER_STEP if trains else PhaseKind.FORWARD):
+        b.phase(kind, next_step)
+        b.free(b.alloc(MIB))
+    if trains:
+        b.phase(PhaseKind.OPTIMIZER_STEP, 1)
+    exits(b)
+    assert any("a model that is no longer used" in finding.title for finding in b.find()) is is_told
+
+
 def test_a_program_that_was_stopped_may_use_the_model_later() -> None:
     assert not two_models(ends=False).find()
 
