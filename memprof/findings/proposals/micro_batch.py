@@ -44,7 +44,7 @@ def propose_batches(context: Context) -> Iterator[Proposal]:
         change = (
             f"use batches of {rows:,} sample{'s' * (rows > 1)}, one after another, instead of {size:,}{place}{beams}"
         )
-        yield Proposal(changed, change, source=line)
+        yield Proposal(changed, f"{change}{', under torch.no_grad()' * _saves_in_vain(context)}", source=line)
 
 
 @proposes(60, fix="micro-batch", findings=("logits-explosion", "attention-scores"))
@@ -94,6 +94,14 @@ def _find_loader_line(context: Context, batch_size: int) -> tuple[str | None, st
 def _list_loaders(context: Context) -> list[BatchLoader]:
     """Return the data loaders that yielded before the peak, in order."""
     return [loader for loader in context.ledger.trace.loaders if loader.event <= context.ledger.peak_event]
+
+
+def _saves_in_vain(context: Context) -> bool:
+    """Return whether the call that the peak is in keeps a graph for a backward that is not to come: of a model in eval
+    mode, or of a program whose code trains nothing."""
+    trace = context.ledger.trace
+    call = find_call_at(trace, context.ledger.peak_event)
+    return call is not None and call.nodes > 0 and not (call.training and trace.may_train)
 
 
 def _find_call_line(context: Context) -> str | None:

@@ -173,6 +173,21 @@ def test_without_a_loader_an_inference_has_the_line_of_its_call(source: str, is_
     assert proposal.source == (source if is_told else None)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "training", "may_train", "is_told"),
+    [(0, False, True, False), (3, False, True, True), (3, True, True, False), (3, True, False, True)],
+)
+def test_a_graph_in_vain_goes_with_the_smaller_batches(
+    nodes: int, training: bool, may_train: bool, is_told: bool
+) -> None:
+    context = batch((64, 256), trains=False)
+    trace = context.ledger.trace
+    trace.may_train = may_train
+    trace.forwards = [Forward(0, len(trace.events), 0, 0, training, nodes, ())]
+    (proposal,) = micro_batch.propose_batches(context)
+    assert proposal.change.endswith(", under torch.no_grad()") is is_told
+
+
 @pytest.mark.parametrize(("after_peak", "line"), [(0, 1), (1, 0)])
 def test_a_loader_that_yields_after_the_peak_is_not_meant(after_peak: int, line: int) -> None:
     """As that of an evaluation at the end, with batches as large."""
