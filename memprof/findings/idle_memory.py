@@ -37,6 +37,7 @@ from memprof.findings.idle_storages import (
     find_idle_storages,
     find_phase,
     find_replaced_models,
+    find_retained_graph,
     find_unused_model,
     make_key,
 )
@@ -118,7 +119,7 @@ def find(context: Context) -> list[Finding]:
     groups = _make_groups(context, (index for index in storages if index not in others))
     groups += _make_error_groups(trace)
     groups += [] if waiting is None else [_make_waiting_group(trace, waiting)]
-    groups += _make_unused_groups(context)
+    groups += [*_make_unused_groups(context), *_make_retained_groups(context)]
     return [finding for group in groups if (finding := _make_finding(context, group)) is not None]
 
 
@@ -252,6 +253,17 @@ def _make_model_groups(context: Context, models: Sequence[int], replaced: Iterab
     by = "" if holder is None else f", kept by {_format_holder(holder)}"
     source = None if holder is None else holder.source
     return [_Group(f"{what}{by}", fix, source, list(models), is_model=True, name=what.partition(",")[0])]
+
+
+def _make_retained_groups(context: Context) -> list[_Group]:
+    """Return at most one group, of the graph that a backward was told to retain."""
+    found = find_retained_graph(context)
+    if found is None:
+        return []
+    place = "" if found.source is None else f" at {file_and_line(found.source)}"
+    what = f"the graph of the backward(){place}, kept by retain_graph=True"
+    fix = "leave out retain_graph=True if no later backward goes through this graph"
+    return [_Group(what, fix, found.source, list(found.storages), name="a retained graph")]
 
 
 def _is_past(context: Context, last_use: int, computing: Sequence[int]) -> bool:

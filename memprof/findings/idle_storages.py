@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby, islice, pairwise
+from typing import NamedTuple
 
 from memprof.findings.finding import Context, cache_per_context
 from memprof.trace.events import AUTOCAST_KIND, NONE, ROLES_OF_MODELS, Phase, PhaseKind, Role, Trace
@@ -161,6 +162,47 @@ def find_replaced_models(context: Context) -> frozenset[int]:
     if len(computing) < MIN_MODEL_PHASES:
         return frozenset()
     return frozenset(index for index, event in used.items() if event < replaced_at < deaths[index])
+
+
+class RetainedGraph(NamedTuple):
+    """What a backward has used, and not freed: `backward(retain_graph=True)`."""
+
+    storages: tuple[int, ...]
+    source: str | None  # the line that calls backward()
+
+
+@cache_per_context
+def find_retained_graph(context: Context) -> RetainedGraph | None:
+    """Return the graph of the last backward, if an optimizer has made a step since, most of what the backward has used
+    last is still there when memory runs out in a forward, and no variable holds that; None if it is no such run.
+
+    Gradients with a graph of their own (`create_graph=True`) are to be differentiated again.
+    """
+    trace, oom, lifetimes = context.ledger.trace, context.ledger.out_of_memory, context.lifetimes
+    if not trace.ended_out_of_memory or oom is None or not trace.last_uses:
+        return None
+    phases = [(time, phase) for time, phase in context.phases if time <= oom.event]
+    begins = [time for time, phase in phases if phase.kind is PhaseKind.BACKWARD]
+    if not begins or phases[-1][1].kind is not PhaseKind.FORWARD or trace.graph_backwards:
+        return None
+    begin = begins[-1]
+    end = next(time for time, _ in phases if time > begin)
+    if not any(phase.kind is PhaseKind.OPTIMIZER_STEP and time >= end for time, phase in phases):
+        return None
+    held = {index for holder in (*trace.idle_holders, *trace.holders) for index in holder.storages}
+    held.update(index for call in trace.forwards for index in call.outputs)
+    used = [
+        index
+        for index, storage in enumerate(trace.storages)
+        if trace.phases[storage.phase].kind is PhaseKind.FORWARD and index not in trace.owners and not storage.hidden
+        if lifetimes.births[index] < begin < trace.last_uses[index] <= end
+    ]
+    retained = tuple(index for index in used if lifetimes.deaths[index] > oom.event and index not in held)
+    if not retained or 2 * len(retained) < len(used):
+        return None
+    made = (index for index, birth in enumerate(lifetimes.births) if begin < birth < end)
+    lines = (trace.source_at(caller.source) for index in made for caller in trace.list_callers(index)[-1:])
+    return RetainedGraph(retained, next(lines, None))
 
 
 @cache_per_context

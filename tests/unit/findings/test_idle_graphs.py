@@ -6,8 +6,8 @@ import pytest
 
 from memprof.findings import find_all
 from memprof.findings.edits import Edit, EditKind
-from memprof.findings.idle_storages import awaits_backward
-from memprof.trace.events import Event, EventKind, Forward, PhaseKind
+from memprof.findings.idle_storages import awaits_backward, find_retained_graph
+from memprof.trace.events import NONE, Caller, Event, EventKind, Forward, GraphBackward, PhaseKind
 from memprof.units import MIB
 from tests.unit.findings.idle import OUT, UsesBuilder
 
@@ -150,3 +150,55 @@ def test_a_call_makes_what_is_allocated_from_its_begin_until_before_its_end(at: 
     (finding,) = b.find()
     assert ("1 call of Net at train.py:1" in finding.title) == is_of_call
     assert finding.edit == (Edit(EditKind.NO_GRADIENTS, "train.py:1 main") if is_of_call else None)
+
+
+def retained(num_freed: int = 0, **changes: bool) -> UsesBuilder:
+    """A step whose backward uses six tensors of 50 MiB and frees so many of them; memory runs out in the next forward.
+
+    Changes: no optimizer's step, another backward that it runs out in, a variable that holds all, gradients with a
+    graph of their own.
+    """
+    b = UsesBuilder(PhaseKind.FORWARD)
+    saved = [b.alloc(50 * MIB) for _ in range(6)]
+    b.phase(PhaseKind.BACKWARD, 1)
+    b.trace.callers.append(Caller(b.alloc(MIB), b._index(b.trace.sources, "train.py:8 main"), ""))
+    b.use(*saved)
+    b.free(*saved[:num_freed])
+    b.phase(PhaseKind.OTHER if changes.get("no_step") else PhaseKind.OPTIMIZER_STEP, 1)
+    b.phase(PhaseKind.BACKWARD if changes.get("in_backward") else PhaseKind.FORWARD, 2)
+    b.alloc(200 * MIB)
+    b.use()
+    b.trace.ended_out_of_memory = True
+    b.trace.idle_holders += [OUT._replace(storages=tuple(saved))] * changes.get("held", False)
+    b.trace.graph_backwards += [GraphBackward(0, 1, 0, NONE)] * changes.get("has_graph", False)
+    return b
+
+
+@pytest.mark.parametrize(
+    ("num_freed", "changes", "num_retained"),
+    [
+        (0, {}, 6),
+        (3, {}, 3),
+        (4, {}, None),  # most are freed: the others have another reason
+        (0, {"no_step": True}, None),  # losses of several tasks, one after another
+        (0, {"in_backward": True}, None),
+        (0, {"held": True}, None),
+        (0, {"has_graph": True}, None),
+    ],
+)
+def test_a_graph_that_a_backward_has_retained(
+    num_freed: int, changes: dict[str, bool], num_retained: int | None
+) -> None:
+    found = find_retained_graph(retained(num_freed, **changes).context((500 - 50 * num_freed) * MIB))
+    assert (None if found is None else len(found.storages)) == num_retained
+    assert found is None or found.source == "train.py:8 main"
+
+
+def test_without_retain_graph_the_graph_is_freed_as_it_is_used() -> None:
+    (finding,) = [one for one in retained().find(400 * MIB) if "retain_graph=True" in one.title]
+    assert finding.title == (
+        "300.00 MiB stay on the GPU after their last use: the graph of the backward() at train.py:8, kept by "
+        "retain_graph=True"
+    )
+    assert finding.is_decisive and finding.evidence[0].text.startswith("fix: leave out retain_graph=True")
+    assert finding.culprit is not None and finding.culprit.name == "a retained graph"
