@@ -2,7 +2,7 @@
 # resolved: --data_device cpu.
 # run: --gpu rtx-3070
 # first: loaded-ahead
-# fix: .cpu()
+# fix: .cpu() | in host memory
 # also: fragmentation optimizer-step-temporaries
 # not: micro-batch
 import random
