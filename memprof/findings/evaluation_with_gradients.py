@@ -199,7 +199,7 @@ def _make_finding(context: Context, kept: _KeptGraphs, saved_at_line: list[int])
     num_live = _count_live(context, calls, kept.saved)
     of_all = "" if num_live in (1, len(calls)) else f"{num_live:,} of "
     together = "" if len(calls) == 1 else " each" if num_live == 1 else " together"
-    kept_by = format_holders(*groups).replace(", kept by", "; their graphs are kept by")
+    kept_by = format_holders(*groups, verb="; their graphs are kept by")
     title = (
         f"No torch.no_grad(){why}: {of_all}{plural(len(calls), 'call')} of {name}{mode} at {line} {saves} up to "
         f"{format_bytes(num_bytes)} of activations{together}, and no backward uses them{kept_by}"

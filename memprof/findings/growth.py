@@ -355,9 +355,9 @@ def name_holders(holders: Iterable[Holder]) -> str:
     return " and ".join(names[:num_shown]) + f" and {len(names) - num_shown} more" * (len(names) > num_shown)
 
 
-def format_holders(*holders: Holder | None, word: str = "and") -> str:
-    """Return text that names the first of `holders` and the lines that fill them, joined by `word`, for the end of a
-    title; "" if all are None."""
+def format_holders(*holders: Holder | None, word: str = "and", verb: str = ", kept by") -> str:
+    """Return text that names the first of `holders` and the lines that fill them, joined by `word`, after `verb`, for
+    the end of a title; "" if all are None."""
     # Items of one container together, all others each on its own.
     named: dict[tuple[str, str, str | None, int], list[Holder]] = defaultdict(list)
     for place, holder in enumerate(holders):
@@ -372,7 +372,7 @@ def format_holders(*holders: Holder | None, word: str = "and") -> str:
     ]
     if len(names) > MAX_NAMED:
         names[MAX_NAMED - 1 :] = [f"{len(names) - MAX_NAMED + 1} others"]
-    return f", kept by {f' {word} '.join(names)}" if names else ""
+    return f"{verb} {f' {word} '.join(names)}" if names else ""
 
 
 def holder_fix_evidence(holder: Holder | None, fix: str, made_at: str | None = None) -> Evidence:

@@ -165,7 +165,7 @@ def find_replaced_models(context: Context) -> frozenset[int]:
 
 
 class RetainedGraph(NamedTuple):
-    """What a backward has used, and not freed: `backward(retain_graph=True)`."""
+    """The tensors that a backward has used and not freed, as `backward(retain_graph=True)` does."""
 
     storages: tuple[int, ...]
     source: str | None  # the line that calls backward()

@@ -289,17 +289,17 @@ def _make_finding_until_peak(
     elif growth.unit == BACKWARD_PASS and _is_emptied(context, holder, leaks, ends):
         evidence.append(holder_fix_evidence(holder, _EMPTY_FIX.format("pass")))
     elif growth.unit == BACKWARD_PASS and holder is not None and holder.nodes:
-        # The line of the change is that of `holder`, if it fills it.
-        lines = [None if one is holder and one.fills else one.source for one in named]
+        # The line of the change is that of `holder`, if it fills it, or is the only one that is named.
+        is_assigned = len(named) == 1 and holder.source is not None and not holder.fills
+        lines = [None if one is holder and (one.fills or is_assigned) else one.source for one in named]
         places = ["" if line is None else f" ({file_and_line(line)})" for line in lines]
         states = [f"what {describe_holder(one)} keeps" if one.kind else f"`{one.name}`" for one in named]
         what = " and ".join(f"{state}{place}" for state, place in zip(states, places, strict=True))
+        if is_assigned:  # as one of several states, of which each has the graphs of all
+            what += " and on what else is assigned here"
         fix = f"call .detach() on {what} after each pass"
         if _are_differentiated_again(context, leaks, ends):
             fix += ", and leave out retain_graph=True"
-        is_assigned = len(named) == 1 and holder.source is not None and not holder.fills
-        if is_assigned:  # as one of several states, of which each has the graphs of all
-            fix = fix.replace(places[0], " and on what else is assigned here")
         evidence.append(holder_fix_evidence(holder, fix, holder.source if is_assigned else None))
         edit = None if others else make_holder_edit(context.ledger.trace, holder, EditKind.KEEP_DETACHED)
     elif carried := _list_carried(context.ledger.trace, [holder]):

@@ -172,7 +172,8 @@ def find_batch_size(context: Context) -> int | None:
     if (repeated := _find_stacked_rows(context)) is not None and sizes.isdisjoint(yielded):
         return repeated
     sizes -= {size for size in sizes if size >= MIN_NODES and (size, size) in shapes}  # nodes of one graph
-    if sizes and yielded and sizes.isdisjoint(yielded if len(sizes) == 1 else ()):
+    is_of_loader = len(sizes) == 1 and not sizes.isdisjoint(yielded)
+    if sizes and yielded and not is_of_loader:
         size = yielded[-1]  # crops, frames or both of a pair are rows of one sample
         if size > 1 and all(rows % size == 0 for rows in sizes):
             return size
@@ -219,14 +220,12 @@ def _find_batched(context: Context, batch_size: int) -> list[int]:
     widths = {size for shape in parameters for size in shape}
     widths |= {size for shape in _list_input_shapes(context) for size in shape[1:]}
     batched = list(trace.optional_storages())  # workspaces of convolutions
-    num_others = len(batched)
-    kept_keys = find_kept_keys(context)
+    if _is_without_gradients(context):
+        batched += [index for index in context.lifetimes.at_peak if _is_moved_batch(trace, index, batch_size)]
+    num_others, kept_keys = len(batched), find_kept_keys(context)
     kinds = _EVALUATING if is_peak_in_evaluation(context) else _PHASES  # a training beside it stays as it is
     call = find_call_between_steps(context)
     since = 0 if call is None else call.begin
-    if _is_without_gradients(context):
-        batched += [index for index in context.lifetimes.at_peak if _is_moved_batch(trace, index, batch_size)]
-        num_others = len(batched)
     for index, storage in enumerate(trace.storages):
         shape, owner = storage.shape, trace.owners.get(index)
         if (
