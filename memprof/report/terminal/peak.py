@@ -24,7 +24,6 @@ _REFUSED_WORKSPACES = (
 _NAMES_OF_ROWS = {
     "fragmentation": "rounding by the allocator",
     "inputs": "inputs and other tensors",
-    "unattributed": "inputs and other tensors",
     "library workspace": "workspaces of CUDA libraries",
 }
 _FAILED = "failed allocation"
@@ -74,6 +73,8 @@ def _divide_peak(document: Report) -> dict[str, int]:
             rest[failed.category] -= each
             break
     names = _NAMES_OF_ROWS | {Category.KEPT.value: _name_kept(document)}
+    if document.source == "simulated":  # where each has a line, and only its use is not known
+        names[Category.UNATTRIBUTED.value] = _NAMES_OF_ROWS["inputs"]
     if document.peak.stage == "backward":
         names[Category.TEMPORARIES.value] = "temporaries of the backward"
     for category, num_bytes in rest.items():

@@ -20,6 +20,7 @@ from memprof.findings.growth import (
     holder_key,
     is_running_sum,
     make_key,
+    name_holders,
 )
 from memprof.trace.events import AUTOCAST_KIND, CycleKind, Holder, PhaseKind
 from memprof.units import MIB
@@ -205,3 +206,19 @@ def test_more_than_two_items_of_one_container_are_named_together(number: int, te
     holders = [LOSSES._replace(kind="", name=f"p['{place}']") for place in range(number)]
     assert text in format_holders(*holders, word="or")
     assert format_holders(*holders, word="or").count("p[") == (number if number == 2 else 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ((3,), "list `aaa`"),
+        ((19, 19), f"list `{'a' * 19}` and list `{'a' * 19}`"),  # 52 characters of names, with "list" and quotes
+        ((19, 20), f"list `{'a' * 19}` and 1 more"),
+        ((1, 1, 1), "list `a` and list `a` and 1 more"),
+        ((37, 1, 1), f"list `{'a' * 37}` and list `a` and 1 more"),
+        ((38, 1, 1), f"list `{'a' * 38}` and 2 more"),
+    ],
+)
+def test_a_row_names_two_holders_at_most(lengths: tuple[int, ...], text: str) -> None:
+    holders = [LOSSES._replace(name="a" * length) for length in lengths]
+    assert name_holders(holders) == text

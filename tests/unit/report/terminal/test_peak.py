@@ -35,6 +35,12 @@ def test_what_is_not_told_apart_is_one_row_with_the_sum(document: Report) -> Non
     categories = {"parameters": 5 * MIB, "inputs": 4 * MIB, "unattributed": 3 * MIB}
     shown = dataclasses.replace(document, peak=dataclasses.replace(document.peak, categories=categories))
     assert list_rows(shown) == [["inputs and other tensors", "7.00"], ["parameters", "5.00"]]
+    measured = dataclasses.replace(shown, source="measured")  # whose tensors may have no line
+    assert list_rows(measured) == [
+        ["parameters", "5.00"],
+        ["inputs and other tensors", "4.00"],
+        ["unattributed", "3.00"],
+    ]
     assert list_rows(shown, note=None) == [["parameters", "5.00"], ["inputs", "4.00"], ["unattributed", "3.00"]]
 
 
